@@ -1,0 +1,67 @@
+"""Waiting on conditions with a deadline, and other helpers shared by the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def eventually(
+    check: Callable[[], T | Awaitable[T]], timeout: float = 10.0, *, every: float = 0.02, what: str = ""
+) -> T:
+    """Return the first truthy result of ``check`` (plain or async); fail after ``timeout`` seconds.
+
+    An AssertionError raised by ``check`` counts as "not yet", and is the failure at the deadline.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        last: BaseException | None = None
+        try:
+            result: Any = check()
+            if inspect.isawaitable(result):
+                result = await result
+            if result:
+                return result
+        except AssertionError as exc:
+            last = exc
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout:g} s: {what or _source(check)}") from last
+        await asyncio.sleep(every)
+
+
+def eventually_sync(
+    check: Callable[[], T], timeout: float = 10.0, *, every: float = 0.02, what: str = ""
+) -> T:
+    """As :func:`eventually`, outside an event loop."""
+    deadline = time.monotonic() + timeout
+    while True:
+        last: BaseException | None = None
+        try:
+            result = check()
+            if result:
+                return result
+        except AssertionError as exc:
+            last = exc
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout:g} s: {what or _source(check)}") from last
+        time.sleep(every)
+
+
+def _source(check: Callable[[], Any]) -> str:
+    try:
+        return inspect.getsource(check).strip()
+    except OSError:
+        return repr(check)
+
+
+def find_free_port() -> int:
+    """A TCP port on 127.0.0.1 that nothing listens on just now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
