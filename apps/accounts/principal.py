@@ -1,0 +1,58 @@
+"""Who is calling, as one value that API, UI and limits share."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """An authenticated caller.
+
+    Attributes:
+        owner: ``key:<prefix>`` or ``user:<id>``; what a request record carries.
+        user_id: the Django user behind the session or the key; ``None`` for a
+            service key.
+        is_staff: may see and act on everybody's requests.
+        scopes: of ``generate``, ``read``, ``admin``.
+        allowed_models: aliases the caller may use; ``None`` for all.
+        label: a name for people: user name, or key name with its prefix.
+        via: ``key`` or ``session``: how the caller proved who it is.
+    """
+
+    owner: str
+    user_id: int | None
+    is_staff: bool
+    scopes: frozenset[str]
+    allowed_models: tuple[str, ...] | None
+    label: str
+    via: str = "key"
+
+    def may(self, scope: str) -> bool:
+        """Whether the caller holds a scope; ``admin`` includes the others."""
+        return scope in self.scopes or "admin" in self.scopes
+
+    def may_use(self, model: str) -> bool:
+        """Whether the caller may generate with the model of this alias."""
+        return self.allowed_models is None or model in self.allowed_models
+
+    def owns(self, owner: str) -> bool:
+        """Whether a request of ``owner`` is the caller's to see, re-attach to and cancel."""
+        return self.owner == owner or "admin" in self.scopes
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "scopes": sorted(self.scopes)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Principal:
+        models = data["allowed_models"]
+        return cls(
+            owner=data["owner"],
+            user_id=data["user_id"],
+            is_staff=data["is_staff"],
+            scopes=frozenset(data["scopes"]),
+            allowed_models=None if models is None else tuple(models),
+            label=data["label"],
+            via=data["via"],
+        )

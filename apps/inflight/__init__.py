@@ -1,0 +1,1 @@
+"""The admin page of what is in flight."""
