@@ -1,0 +1,189 @@
+"""Every setting of the core, in one typed class with its default and unit.
+
+Read from the environment by :meth:`Config.from_env`; each field is the
+variable ``SLUICE_<NAME>`` in capitals, except ``REDIS_URL``. A malformed value
+raises :class:`~inference.errors.ConfigError` that names the variable.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+from urllib.parse import urlsplit
+
+import msgspec
+
+from inference.errors import ConfigError
+
+ENGINES = ("transformers", "openai", "scripted")
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """One served model: its public alias and where it comes from.
+
+    Attributes:
+        alias: the public name; all that clients, labels and logs ever see.
+        engine: ``transformers``, ``openai`` or ``scripted``.
+        target: a folder or hub name, an upstream URL (``http://host/v1#name``),
+            or, for the scripted engine, options (``rate=50,context=4096``).
+            ``default`` means the model that ``manage.py fetchmodel`` brings.
+    """
+
+    alias: str
+    engine: str
+    target: str
+
+
+def parse_models(text: str) -> list[ModelSpec]:
+    """Parse ``SLUICE_MODELS``: ``alias=[engine:]target``, separated by commas or blanks.
+
+    Raises:
+        ConfigError: empty, a part without ``=``, or an alias given twice.
+    """
+    specs: list[ModelSpec] = []
+    for part in text.replace(";", " ").split():
+        for entry in part.split(",") if "=scripted:" not in part else [part]:
+            if not entry:
+                continue
+            alias, sep, rest = entry.partition("=")
+            if not sep or not alias or not rest:
+                raise ConfigError(
+                    f"SLUICE_MODELS: {entry!r} is not alias=target "
+                    "(for instance small=/models/small or big=openai:http://gpu1:8000/v1#big)"
+                )
+            engine, sep, target = rest.partition(":")
+            if not sep or engine not in ENGINES:
+                engine, target = "transformers", rest
+            specs.append(ModelSpec(alias, engine, target))
+    aliases = [s.alias for s in specs]
+    if not specs:
+        raise ConfigError("SLUICE_MODELS is empty; leave it unset for the default model")
+    for alias in aliases:
+        if aliases.count(alias) > 1:
+            raise ConfigError(f"SLUICE_MODELS: alias {alias!r} is given twice")
+    return specs
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings. Times are seconds unless the name ends in ``_ms``."""
+
+    # Redis
+    redis_url: str = ""
+    redis_prefix: str = "sluice:"
+    redis_timeout: float = 5.0
+    redis_outage_limit: float = 15.0
+
+    # Models
+    models: str = f"{DEFAULT_MODEL}=default"
+    cache_dir: str = ""
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+
+    # Engine
+    max_running: int = 32
+    max_queued: int = 256
+    cache_tokens: int = 0
+    prefill_budget: int = 512
+    context_length: int = 0
+    default_max_tokens: int = 0
+    max_tokens_limit: int = 0
+
+    # Life of a request
+    request_timeout: float = 600.0
+    queue_timeout: float = 120.0
+    max_attempts: int = 2
+    resume_grace: float = 60.0
+    log_retention: float = 300.0
+    history_size: int = 1000
+
+    # Liveness
+    heartbeat_interval: float = 1.0
+    heartbeat_ttl: float = 5.0
+    reap_interval: float = 1.0
+    check_interval: float = 1.0
+    stall_timeout: float = 120.0
+
+    # Streams
+    ping_interval: float = 4.0
+    stream_buffer: int = 256
+    send_timeout: float = 60.0
+
+    # Pool
+    devices: str = "auto"
+    workers_per_device: int = 1
+    start_timeout: float = 600.0
+    drain_timeout: float = 30.0
+
+    def model_specs(self) -> list[ModelSpec]:
+        return parse_models(self.models)
+
+    def cache_path(self) -> Path:
+        """Where downloaded and converted models live."""
+        if self.cache_dir:
+            return Path(self.cache_dir).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        return Path(base) / "sluice"
+
+    def __post_init__(self) -> None:
+        positive = (
+            "redis_timeout redis_outage_limit max_running max_queued prefill_budget request_timeout "
+            "queue_timeout max_attempts heartbeat_interval heartbeat_ttl reap_interval check_interval "
+            "stall_timeout ping_interval stream_buffer send_timeout workers_per_device start_timeout"
+        )
+        for name in positive.split():
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{env_name(name)} must be greater than 0, not {getattr(self, name)}")
+        for name in "cache_tokens context_length default_max_tokens resume_grace log_retention".split():
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{env_name(name)} must not be negative, not {getattr(self, name)}")
+        if self.heartbeat_ttl < 2 * self.heartbeat_interval:
+            raise ConfigError(
+                f"SLUICE_HEARTBEAT_TTL ({self.heartbeat_ttl} s) must be at least twice "
+                f"SLUICE_HEARTBEAT_INTERVAL ({self.heartbeat_interval} s)"
+            )
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigError(f"SLUICE_DTYPE must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
+        if self.redis_url:
+            scheme = urlsplit(self.redis_url).scheme
+            if scheme not in ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel"):
+                raise ConfigError(
+                    f"REDIS_URL must start with redis://, rediss://, unix://, redis+sentinel:// "
+                    f"or rediss+sentinel://, not {scheme or 'nothing'}"
+                )
+        parse_models(self.models)
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> Config:
+        """Build from environment variables; ``overrides`` win over them.
+
+        Raises:
+            ConfigError: a value has the wrong type or is out of range.
+        """
+        env = os.environ if env is None else env
+        hints = get_type_hints(cls)
+        values: dict[str, Any] = {}
+        for name in cls.__struct_fields__:
+            raw = env.get(env_name(name))
+            if raw is None or raw == "":
+                continue
+            try:
+                values[name] = msgspec.convert(raw.strip(), hints[name], strict=False)
+            except msgspec.ValidationError:
+                kind = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+                want = kind.get(hints[name].__name__, hints[name].__name__)
+                raise ConfigError(f"{env_name(name)} must be {want}, not {raw!r}") from None
+        values.update(overrides)
+        return cls(**values)
+
+
+def env_name(field: str) -> str:
+    """The environment variable of a field."""
+    return "REDIS_URL" if field == "redis_url" else f"SLUICE_{field.upper()}"
+
+
+def host_name() -> str:
+    return socket.gethostname()

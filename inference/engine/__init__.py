@@ -1,0 +1,1 @@
+"""Engines: one interface (``base``), one module or folder per alternative."""

@@ -1,0 +1,78 @@
+"""One place that turns ``REDIS_URL`` into a client.
+
+Schemes: ``redis://``, ``rediss://`` (TLS), ``unix://`` and
+``redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]``
+(``rediss+sentinel`` for TLS to the data nodes).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+
+from inference.errors import ConfigError
+
+
+def connect(url: str, *, timeout: float, client_name: str) -> Redis:
+    """A client with at most one connection in use at a time by its owner.
+
+    The client never retries by itself: a command whose reply was lost may have
+    been applied, and only the caller knows whether it may be sent again.
+
+    Raises:
+        ConfigError: the URL cannot be understood.
+    """
+    options: dict[str, Any] = {
+        "socket_timeout": timeout,
+        "socket_connect_timeout": timeout,
+        "socket_keepalive": True,
+        "client_name": client_name,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+    }
+    parts = urlsplit(url)
+    if parts.scheme in ("redis+sentinel", "rediss+sentinel"):
+        return _sentinel(url, options)
+    if parts.scheme == "unix":
+        del options["socket_keepalive"]
+    try:
+        return Redis.from_url(url, **options)
+    except ValueError as exc:
+        raise ConfigError(f"REDIS_URL cannot be understood: {exc}") from exc
+
+
+def _sentinel(url: str, options: dict[str, Any]) -> Redis:
+    parts = urlsplit(url)
+    location = parts.netloc.rpartition("@")[2]
+    nodes: list[tuple[str, int]] = []
+    for node in location.split(","):
+        host, _, port = node.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"REDIS_URL: sentinel address {node!r} is not host:port")
+        nodes.append((host, int(port)))
+    service, _, db = parts.path.strip("/").partition("/")
+    if not service:
+        raise ConfigError("REDIS_URL names no sentinel service, as in redis+sentinel://host:26379/mymaster")
+    if db and not db.isdigit():
+        raise ConfigError(f"REDIS_URL: database {db!r} is not a number")
+    userinfo = parts.netloc.rpartition("@")[0]
+    user, _, password = userinfo.partition(":")
+    query = parse_qs(parts.query)
+    sentinel_options = {k: options[k] for k in ("socket_timeout", "socket_connect_timeout", "protocol")}
+    if "sentinel_password" in query:
+        sentinel_options["password"] = query["sentinel_password"][0]
+    sentinel = Sentinel(
+        nodes,
+        sentinel_kwargs=sentinel_options,
+        username=unquote(user) or None,
+        password=unquote(password) or None,
+        db=int(db or 0),
+        ssl=parts.scheme.startswith("rediss"),
+        **options,
+    )
+    return sentinel.master_for(service)

@@ -1,0 +1,53 @@
+-- One engine step: append each request's frame to its token log and publish the step to the servers.
+--
+-- A frame is taken only from the worker and attempt that hold the claim, and only as the next of its
+-- log: a worker that was cut off and comes back changes nothing, and a step that is sent again after a
+-- lost reply is not appended twice. A record that is gone is never brought back.
+--
+-- KEYS 2i-1 req:{id}  hash, read; tokens, first, last, finish set
+--      2i   log:{id}  list, entry added; ends with its request
+-- ARGV 1 worker  2 key prefix  3 number of frames n, then for each frame:
+--      id, attempt, seq, frame, tokens so far, finish or '', server it is meant for
+--      and after the frames pairs of server, payload
+-- Reply a flat list of exceptions: index (from 0), 'stale' | 'moved' | 'detached', new server.
+--      A payload is published only where all its frames were taken.
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local n = tonumber(ARGV[3])
+local odd = {}
+local hold = {}
+for i = 1, n do
+  local a = 4 + (i - 1) * 7
+  local req, log = KEYS[2 * i - 1], KEYS[2 * i]
+  local rec = redis.call('HMGET', req, 'worker', 'attempt', 'server')
+  if rec[1] ~= ARGV[1] or rec[2] ~= ARGV[a + 1] then
+    odd[#odd + 1] = i - 1; odd[#odd + 1] = 'stale'; odd[#odd + 1] = ''
+    hold[ARGV[a + 6]] = true
+  else
+    local seq = tonumber(ARGV[a + 2])
+    local len = redis.call('RPUSH', log, ARGV[a + 3])
+    if len > seq then
+      redis.call('RPOP', log)
+    else
+      redis.call('HSET', req, 'tokens', ARGV[a + 4], 'last', now)
+      if seq == 1 then redis.call('HSET', req, 'first', now) end
+      if ARGV[a + 5] ~= '' then
+        redis.call('HSET', req, 'finish', ARGV[a + 5])
+        redis.call('SREM', ARGV[2] .. 'of:worker:' .. ARGV[1], ARGV[a])
+        redis.call('SREM', ARGV[2] .. 'running:' .. redis.call('HGET', req, 'model'), ARGV[a])
+      end
+    end
+    if rec[3] ~= ARGV[a + 6] then
+      odd[#odd + 1] = i - 1; odd[#odd + 1] = 'moved'; odd[#odd + 1] = rec[3]
+    end
+    if rec[3] == '' and ARGV[a + 5] ~= '' then
+      odd[#odd + 1] = i - 1; odd[#odd + 1] = 'detached'; odd[#odd + 1] = ''
+    end
+  end
+end
+for i = 4 + n * 7, #ARGV, 2 do
+  if not hold[ARGV[i]] then
+    redis.call('PUBLISH', ARGV[2] .. 'to:server:' .. ARGV[i], ARGV[i + 1])
+  end
+end
+return odd
