@@ -43,15 +43,19 @@ def origin_allowed(scope: Mapping[str, Any], *, with_key: bool = False) -> bool:
 
 
 def _same_host(scope: Mapping[str, Any], scheme: str, netloc: str, port: int | None) -> bool:
-    request = ASGIRequest({"method": "GET", "query_string": b"", **scope}, None)  # type: ignore[arg-type]
+    own = {"ws": "http", "wss": "https"}.get(scope.get("scheme", ""), scope.get("scheme", "http"))
+    request = ASGIRequest({"method": "GET", "query_string": b"", **scope, "scheme": own}, None)  # type: ignore[arg-type]
     try:
         host = request.get_host().lower()  # checked against ALLOWED_HOSTS; knows USE_X_FORWARDED_HOST
     except DisallowedHost:
         return False
+    if request.is_secure() and scheme != "https":
+        return False  # a page sent in the clear may be anybody's
+    # A page over https may meet us over plain http, behind a proxy that ends TLS and
+    # does not say so; the default port is then the page's, not ours.
+    default = 443 if scheme == "https" else 80
     host_name, host_port = split_domain_port(host)
     name, _ = split_domain_port(netloc)
-    # The page's scheme names its default port; behind a TLS proxy the host has none either.
-    default = 443 if scheme == "https" else 80
     return name == host_name and (port or default) == int(host_port or default)
 
 

@@ -1,0 +1,120 @@
+"""API keys in Django's admin: made and revoked, never edited or deleted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin, messages
+from django.contrib.admin.utils import unquote
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+
+from apps.accounts import services
+from apps.accounts.forms import AdminKeyForm
+from apps.accounts.models import ApiKey
+
+
+@admin.register(ApiKey)
+class ApiKeyAdmin(admin.ModelAdmin):
+    list_display = [
+        "name",
+        "prefix",
+        "user",
+        "scope_names",
+        "status",
+        "last_used",
+        "expires_at",
+        "created_at",
+    ]
+    list_filter = ["revoked_at", "expires_at"]
+    list_select_related = ["user"]
+    search_fields = ["name", "prefix", "user__username"]
+    autocomplete_fields = ["user"]
+    actions = ["revoke_selected"]
+    ordering = ["-created_at"]
+
+    @admin.display(description="Scopes")
+    def scope_names(self, key: ApiKey) -> str:
+        return ", ".join(key.scopes)
+
+    def get_form(
+        self, request: HttpRequest, obj: ApiKey | None = None, change: bool = False, **kwargs: Any
+    ) -> Any:
+        if obj is None:
+            kwargs["form"] = AdminKeyForm
+        return super().get_form(request, obj, change=change, **kwargs)
+
+    def get_fields(self, request: HttpRequest, obj: ApiKey | None = None) -> list[str]:
+        if obj is None:
+            return ["name", "user", "scopes", "allowed_models", "expires_at"]
+        return self.get_readonly_fields(request, obj)
+
+    def get_readonly_fields(self, request: HttpRequest, obj: ApiKey | None = None) -> list[str]:
+        if obj is None:
+            return []
+        return [
+            "name", "prefix", "user", "scopes", "allowed_models", "status",
+            "created_at", "last_used", "expires_at", "revoked_at",
+        ]  # fmt: skip
+
+    def has_delete_permission(self, request: HttpRequest, obj: ApiKey | None = None) -> bool:
+        return False  # a revoked key stays, so that its prefix can still be explained
+
+    def save_model(self, request: HttpRequest, obj: ApiKey, form: Any, change: bool) -> None:
+        if change:
+            return  # every field is read-only
+        made = services.create_key(
+            request.user,
+            name=obj.name,
+            user=obj.user,
+            scopes=obj.scopes,
+            expires_at=obj.expires_at,
+            allowed_models=obj.allowed_models,
+        )
+        obj.pk, obj.prefix = made.key.pk, made.key.prefix
+        request.made_key = made  # type: ignore[attr-defined]
+
+    def log_addition(self, request: HttpRequest, obj: Any, message: Any) -> Any:
+        return None  # the service has written it
+
+    def log_change(self, request: HttpRequest, obj: Any, message: Any) -> Any:
+        return None
+
+    def response_add(
+        self, request: HttpRequest, obj: ApiKey, post_url_continue: str | None = None
+    ) -> HttpResponse:
+        """Show the secret in this answer; a message would keep it in a cookie."""
+        context = {
+            **self.admin_site.each_context(request),
+            "title": "API key created",
+            "opts": self.opts,
+            "created": request.made_key,  # type: ignore[attr-defined]
+        }
+        # Admin views are never cached, so the secret stays in this one answer.
+        return TemplateResponse(request, "accounts/admin_key_created.html", context)
+
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None
+    ) -> Any:
+        key = self.get_object(request, unquote(object_id))
+        context = {
+            "show_save": False,
+            "show_save_and_continue": False,
+            "key_active": key and key.status == "active",
+        }
+        return super().change_view(request, object_id, form_url, {**context, **(extra_context or {})})
+
+    @admin.action(description="Revoke selected API keys", permissions=["change"])
+    def revoke_selected(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> HttpResponse | None:
+        if request.POST.get("confirmed") != "yes":
+            context = {
+                **self.admin_site.each_context(request),
+                "title": "Revoke API keys?",
+                "opts": self.opts,
+                "keys": queryset.select_related("user"),
+            }
+            return TemplateResponse(request, "accounts/admin_revoke_selected.html", context)
+        done = sum(services.revoke_key(request.user, key) for key in queryset)
+        self.message_user(request, f"{done} API key(s) revoked.", messages.SUCCESS)
+        return None

@@ -1,0 +1,380 @@
+"""Who is let in: keys, sessions, tickets, origins, on ASGI scopes."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.contrib.auth import get_user_model
+from django.test import Client
+from django.urls import reverse
+from django.utils import timezone
+
+from apps.accounts import keyformat, services
+from apps.accounts.auth import authenticate, flush, issue_ticket, origin_allowed, redeem_ticket
+from apps.accounts.keycache import KeyCache, cache
+from apps.accounts.models import ApiKey, Ticket
+from apps.accounts.principal import Principal
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+HOST = b"testserver"
+
+
+@pytest.fixture(autouse=True)
+async def quiet_background() -> Any:
+    cache.forget()
+    yield
+    await flush()
+
+
+def http(method: str = "POST", headers: dict[str, str] | None = None, **extra: Any) -> dict[str, Any]:
+    raw = [(b"host", HOST)] + [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()]
+    return {
+        "type": "http", "method": method, "path": "/v1/models", "raw_path": b"/v1/models", "scheme": "http",
+        "query_string": b"", "headers": raw, "server": ("testserver", 80), "client": ("127.0.0.1", 5000),
+        **extra,
+    }  # fmt: skip
+
+
+def socket(headers: dict[str, str] | None = None, **extra: Any) -> dict[str, Any]:
+    scope = http("GET", headers, **extra)
+    scope.pop("method")
+    return {**scope, "type": "websocket", "scheme": "ws", "subprotocols": extra.get("subprotocols", [])}
+
+
+def make_user(name: str = "ann", **extra: Any) -> Any:
+    return get_user_model().objects.create_user(name, password="a good password", **extra)
+
+
+async def make_key(**options: Any) -> services.CreatedKey:
+    return await sync_to_async(services.create_key)(None, **{"name": "test", **options})
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
+
+
+def signed_in(user: Any) -> tuple[str, str]:
+    """Cookie header and CSRF token of a browser that has signed in."""
+    client = Client()
+    client.get(reverse("login"))
+    token = client.cookies["csrftoken"].value
+    client.force_login(user)
+    return f"sessionid={client.cookies['sessionid'].value}; csrftoken={token}", token
+
+
+async def test_key_names_its_bearer() -> None:
+    user = await sync_to_async(make_user)()
+    made = await make_key(user=user, allowed_models=["small"])
+    principal = await authenticate(http(headers=bearer(made.secret)))
+    assert principal == Principal(
+        f"key:{made.key.prefix}", user.pk, False, frozenset({"generate", "read"}), ("small",),
+        f"test ({made.key.prefix})", "key",
+    )  # fmt: skip
+    assert principal.may("generate") and not principal.may("admin")
+    assert principal.may_use("small") and not principal.may_use("large")
+    assert principal.owns(principal.owner) and not principal.owns("user:99")
+
+
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER", "Bearer  "])
+async def test_scheme_is_case_insensitive(scheme: str) -> None:
+    made = await make_key()
+    assert await authenticate(http(headers={"Authorization": f"{scheme} {made.secret}"}))
+
+
+async def test_wrong_credentials_are_nobody() -> None:
+    made = await make_key()
+    good = made.secret
+    wrong = [
+        good[:-1] + ("a" if good[-1] != "a" else "b"),  # right prefix, wrong secret
+        keyformat.KEY_START + "zzzzzzzz-" + "a" * 43,  # no such prefix
+        good + "a", good[:-1], good.upper(), "", "x" * 100_000, "ü" * 62, made.key.digest,
+    ]  # fmt: skip
+    for secret in wrong:
+        scope = http(headers={"Authorization": "Bearer "})
+        scope["headers"][-1] = (b"authorization", b"Bearer " + secret.encode())
+        assert await authenticate(scope) is None, secret[:80]
+        assert scope["auth_problem"] == "invalid"
+    for text in (good, f"Basic {good}", f"Token {good}"):
+        assert await authenticate(http(headers={"Authorization": text})) is None
+    twice = http(headers=bearer(good))
+    twice["headers"].append((b"authorization", f"Bearer {good}".encode()))
+    assert await authenticate(twice) is None
+
+
+async def test_key_in_the_query_string_is_ignored() -> None:
+    made = await make_key()
+    for name in ("api_key", "key", "token", "authorization", "ticket"):
+        scope = http(query_string=f"{name}={made.secret}".encode())
+        assert await authenticate(scope) is None
+        assert scope["auth_problem"] == "missing"
+
+
+async def test_wrong_key_beside_a_valid_session_is_refused() -> None:
+    user = await sync_to_async(make_user)()
+    cookie, token = await sync_to_async(signed_in)(user)
+    headers = {"Cookie": cookie, "X-CSRFToken": token}
+    assert await authenticate(http(headers=headers)) is not None
+    assert await authenticate(http(headers={**headers, "Authorization": "Bearer nonsense"})) is None
+
+
+async def test_revoked_key_is_refused_at_once_in_this_process() -> None:
+    made = await make_key()
+    assert await authenticate(http(headers=bearer(made.secret)))
+    assert await sync_to_async(services.revoke_key)(None, made.key) is True
+    assert await authenticate(http(headers=bearer(made.secret))) is None
+    assert await sync_to_async(services.revoke_key)(None, made.key) is False
+
+
+async def test_key_revoked_elsewhere_is_refused_when_the_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(cache, "_clock", lambda: now[0])
+    made = await make_key()
+    assert await authenticate(http(headers=bearer(made.secret)))
+    await ApiKey.objects.filter(pk=made.key.pk).aupdate(revoked_at=timezone.now())  # another process
+    now[0] = 0.9
+    assert await authenticate(http(headers=bearer(made.secret)))
+    now[0] = 1.0
+    assert await authenticate(http(headers=bearer(made.secret))) is None
+
+
+def test_lookup_that_began_before_a_revocation_does_not_bring_the_key_back() -> None:
+    memory = KeyCache()
+    principal = Principal("key:x", None, False, frozenset(), None, "x")
+    before = memory.generation
+    memory.forget()
+    memory.put("d", principal, generation=before)
+    assert memory.get("d") is None
+    memory.put("d", principal, generation=memory.generation)
+    assert memory.get("d") is principal
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("apps.accounts.keycache.MAX_ENTRIES", 2)
+    memory = KeyCache()
+    principal = Principal("key:x", None, False, frozenset(), None, "x")
+    for name in "abc":
+        memory.put(name, principal, generation=0)
+    assert [memory.get(n) is not None for n in "abc"] == [False, True, True]
+
+
+async def test_expired_key_and_key_of_a_disabled_user_are_refused() -> None:
+    made = await make_key(expires_at=timezone.now() + timedelta(hours=1))
+    assert await authenticate(http(headers=bearer(made.secret)))
+    await ApiKey.objects.filter(pk=made.key.pk).aupdate(expires_at=timezone.now())
+    cache.forget()
+    assert await authenticate(http(headers=bearer(made.secret))) is None
+
+    user = await sync_to_async(make_user)()
+    made = await make_key(user=user)
+    user.is_active = False
+    await user.asave()
+    assert await authenticate(http(headers=bearer(made.secret))) is None
+
+
+async def test_admin_scope_ends_with_the_users_staff_flag() -> None:
+    user = await sync_to_async(make_user)(is_staff=True)
+    made = await make_key(user=user, scopes=["admin"])
+    principal = await authenticate(http(headers=bearer(made.secret)))
+    assert principal is not None
+    assert principal.is_staff and principal.may("generate") and principal.owns("user:77")
+    user.is_staff = False
+    await user.asave()
+    cache.forget()
+    principal = await authenticate(http(headers=bearer(made.secret)))
+    assert principal is not None and not principal.is_staff and not principal.may("admin")
+
+
+async def test_two_hundred_callers_share_one_lookup(django_assert_max_num_queries: Any) -> None:
+    from apps.accounts import auth
+
+    made = await make_key()
+    lookups = 0
+    real = auth._find_key
+
+    def counted(prefix: str) -> ApiKey | None:
+        nonlocal lookups
+        lookups += 1
+        return real(prefix)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auth, "_find_key", counted)
+        found = await asyncio.gather(*(authenticate(http(headers=bearer(made.secret))) for _ in range(200)))
+    assert all(found) and lookups == 1
+
+
+async def test_caller_that_leaves_does_not_cancel_the_lookup_of_others() -> None:
+    made = await make_key()
+    first = asyncio.create_task(authenticate(http(headers=bearer(made.secret))))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(authenticate(http(headers=bearer(made.secret))))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await second is not None
+
+
+async def test_last_use_is_noted_once_a_minute() -> None:
+    made = await make_key()
+    await authenticate(http(headers=bearer(made.secret)))
+    await flush()
+    first = (await ApiKey.objects.aget(pk=made.key.pk)).last_used
+    assert first is not None
+    cache.forget()
+    await authenticate(http(headers=bearer(made.secret)))
+    await flush()
+    assert (await ApiKey.objects.aget(pk=made.key.pk)).last_used == first
+    await ApiKey.objects.filter(pk=made.key.pk).aupdate(last_used=first - timedelta(minutes=2))
+    cache.forget()
+    await authenticate(http(headers=bearer(made.secret)))
+    await flush()
+    last = (await ApiKey.objects.aget(pk=made.key.pk)).last_used
+    assert last is not None and last >= first
+
+
+# --- Sessions ---
+
+
+async def test_session_reads_without_and_writes_with_the_csrf_token() -> None:
+    user = await sync_to_async(make_user)()
+    cookie, token = await sync_to_async(signed_in)(user)
+    principal = await authenticate(http("GET", {"Cookie": cookie}))
+    assert principal is not None
+    assert (principal.owner, principal.via, principal.is_staff) == (f"user:{user.pk}", "session", False)
+
+    for headers in (
+        {"Cookie": cookie},
+        {"Cookie": cookie, "X-CSRFToken": "a" * 32},
+        {"Cookie": cookie.split(";")[0], "X-CSRFToken": token},  # no cookie to compare with
+        {"Cookie": cookie, "X-CSRFToken": token, "Origin": "http://evil.test"},
+        {"Cookie": cookie, "X-CSRFToken": token, "Origin": "null"},
+    ):
+        for method in ("POST", "PUT", "PATCH", "DELETE", "post", "FOO"):
+            scope = http(method, headers)
+            assert await authenticate(scope) is None, (method, headers)
+            assert scope["auth_problem"] == "csrf"
+
+    for content_type in ("application/json", "multipart/form-data", "application/x-www-form-urlencoded"):
+        headers = {"Cookie": cookie, "X-CSRFToken": token, "Content-Type": content_type}
+        assert await authenticate(http("POST", headers)) is not None
+    headers["Origin"] = "http://testserver"
+    assert await authenticate(http("POST", headers)) is not None
+
+
+async def test_no_forged_and_no_stale_session() -> None:
+    user = await sync_to_async(make_user)()
+    cookie, _ = await sync_to_async(signed_in)(user)
+    for bad in ("sessionid=nonsense", "sessionid=", "", "sessionid=" + "a" * 32, "sessionid=\x00"):
+        assert await authenticate(http("GET", {"Cookie": bad})) is None
+    user.set_password("another good password")
+    await user.asave()
+    assert await authenticate(http("GET", {"Cookie": cookie})) is None
+
+
+async def test_disabled_user_has_no_session() -> None:
+    user = await sync_to_async(make_user)()
+    cookie, _ = await sync_to_async(signed_in)(user)
+    user.is_active = False
+    await user.asave()
+    assert await authenticate(http("GET", {"Cookie": cookie})) is None
+
+
+# --- WebSockets ---
+
+
+async def test_session_opens_a_socket_from_this_site_only() -> None:
+    user = await sync_to_async(make_user)()
+    cookie, _ = await sync_to_async(signed_in)(user)
+    assert await authenticate(socket({"Cookie": cookie, "Origin": "http://testserver"})) is not None
+    for origin in ({}, {"Origin": "null"}, {"Origin": "http://evil.test"}):
+        scope = socket({"Cookie": cookie, **origin})
+        assert await authenticate(scope) is None
+        assert scope["auth_problem"] == "origin"
+
+
+async def test_key_opens_a_socket_without_an_origin() -> None:
+    made = await make_key()
+    assert await authenticate(socket(bearer(made.secret))) is not None
+    assert await authenticate(socket({**bearer(made.secret), "Origin": "http://evil.test"})) is None
+
+
+async def test_ticket_opens_one_socket() -> None:
+    made = await make_key(allowed_models=["small"])
+    principal = await authenticate(http(headers=bearer(made.secret)))
+    assert principal is not None
+    token = await issue_ticket(principal)
+    scope = socket({"Origin": "http://testserver"}, subprotocols=["sluice.v1", f"sluice.ticket.{token}"])
+    assert await authenticate(scope) == principal
+    assert await authenticate(scope) is None
+    assert scope["auth_problem"] == "invalid"
+    token = await issue_ticket(principal)
+    query = f"ticket={token}".encode()
+    assert await authenticate(socket({"Origin": "http://evil.test"}, query_string=query)) is None
+    assert await authenticate(socket({"Origin": "http://testserver"}, query_string=query)) == principal
+
+
+async def test_ticket_is_redeemed_by_one_of_many() -> None:
+    made = await make_key()
+    principal = await authenticate(http(headers=bearer(made.secret)))
+    assert principal is not None
+    token = await issue_ticket(principal)
+    found = await asyncio.gather(*(redeem_ticket(token) for _ in range(20)))
+    assert [p for p in found if p] == [principal]
+
+
+async def test_ticket_ends_with_its_time_and_with_its_key() -> None:
+    made = await make_key()
+    principal = await authenticate(http(headers=bearer(made.secret)))
+    assert principal is not None
+    token = await issue_ticket(principal)
+    await Ticket.objects.aupdate(expires_at=timezone.now())
+    assert await redeem_ticket(token) is None
+    token = await issue_ticket(principal)
+    assert await Ticket.objects.acount() == 1, "issuing clears those that are too old"
+    await sync_to_async(services.revoke_key)(None, made.key)
+    assert await redeem_ticket(token) is None
+    for nonsense in ("", "a" * 43, "ü" * 43, "x" * 100_000):
+        assert await redeem_ticket(nonsense) is None
+
+
+async def test_ticket_of_a_session_ends_with_the_user() -> None:
+    user = await sync_to_async(make_user)()
+    cookie, _ = await sync_to_async(signed_in)(user)
+    principal = await authenticate(http("GET", {"Cookie": cookie}))
+    assert principal is not None
+    token = await issue_ticket(principal)
+    assert await redeem_ticket(token) == principal
+    token = await issue_ticket(principal)
+    user.is_active = False
+    await user.asave()
+    assert await redeem_ticket(token) is None
+
+
+def test_origins(settings: Any) -> None:
+    settings.ALLOWED_HOSTS = ["testserver", "sluice.test"]
+    settings.CSRF_TRUSTED_ORIGINS = ["https://app.test", "https://*.wild.test"]
+
+    def allowed(*origins: str, host: bytes = HOST, scheme: str = "ws") -> bool:
+        scope = {**socket(), "scheme": scheme}
+        scope["headers"] = [(b"host", host)] + [(b"origin", o.encode("latin-1")) for o in origins]
+        return origin_allowed(scope)
+
+    assert allowed("http://testserver") and allowed("HTTP://TESTSERVER") and allowed("http://testserver:80")
+    assert allowed("https://app.test") and allowed("https://a.wild.test")
+    assert allowed("http://sluice.test:8000", host=b"sluice.test:8000")
+    assert allowed("https://testserver"), "behind a proxy that ends TLS"
+    assert allowed("https://testserver", scheme="wss") and not allowed("http://testserver", scheme="wss")
+    for bad in (
+        "null", "", "testserver", "http://", "file://testserver", "http://testserver.evil.test",
+        "http://testserver:8000", "http://app.test", "https://app.test.evil.test", "https://evilwild.test",
+        "http://user@testserver@evil.test", "http://testserver:port", "http://\xfc", "http://[::1",
+        "chrome-extension://testserver",
+    ):  # fmt: skip
+        assert not allowed(bad), bad
+    assert not allowed("http://testserver", "http://testserver")
+    assert not allowed("http://evil.test", host=b"evil.test"), "a host that is not ours is nobody's origin"
+    assert not allowed()
+    assert origin_allowed(socket(), with_key=True)
