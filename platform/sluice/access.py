@@ -1,0 +1,49 @@
+"""The access rules of the route table, decided in one place for HTTP and WebSocket."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from django.db import DatabaseError
+
+from sluice.consumers.errors import HttpError
+
+logger = logging.getLogger(__name__)
+
+
+async def check(rule: str, scope: Any) -> Any:
+    """Who is calling, where the rule lets them.
+
+    Returns:
+        The :class:`apps.accounts.principal.Principal`; ``None`` on a public route.
+
+    Raises:
+        HttpError: 401 unknown, 403 known but not allowed, 503 the database is away.
+    """
+    if rule == "public":
+        return None
+    from apps.accounts.auth import authenticate
+
+    try:
+        principal = await authenticate(scope)
+    except DatabaseError as exc:
+        logger.error("cannot check who is calling: %s", type(exc).__name__)
+        raise HttpError(503, "The account database does not answer.", code="unavailable", retry_after=2) from exc
+    if principal is None:
+        problem = scope.get("auth_problem", "missing")
+        if problem == "csrf":
+            raise HttpError(403, "The CSRF token is missing or wrong.", code="csrf_failed")
+        if problem == "origin":
+            raise HttpError(403, "This origin may not connect.", code="origin_not_allowed")
+        raise HttpError(
+            401,
+            "No valid API key. Send it as 'Authorization: Bearer YOUR_KEY'.",
+            code="invalid_api_key",
+            headers=[(b"www-authenticate", b'Bearer realm="sluice"')],
+        )
+    if rule == "session" and principal.via != "session":
+        raise HttpError(403, "This needs a signed-in user.", code="session_required")
+    if rule == "staff" and not principal.is_staff:
+        raise HttpError(403, "This needs staff rights.", code="permission_denied")
+    return principal

@@ -1,0 +1,54 @@
+"""Puts the ASGI application together, outermost layer first."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from inference.errors import SluiceError
+from sluice import runtime
+from sluice.exchanges import ExchangeMiddleware
+from sluice.routing import Labels, build_router
+from sluice.static import StaticFiles
+
+logger = logging.getLogger(__name__)
+
+
+class Started:
+    """Has the process's gateway running before the first exchange that needs it, and answers lifespan.
+
+    ``manage.py serve`` has started it by then. Other ASGI servers get it from their
+    lifespan protocol, or, where they speak none, with the first exchange.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        await runtime.ensure_started()
+        await self.app(scope, receive, send)
+
+
+async def _lifespan(receive: Any, send: Any) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "lifespan.startup":
+            try:
+                await runtime.start()
+            except SluiceError as exc:
+                await send({"type": "lifespan.startup.failed", "message": str(exc)})
+                return
+            await send({"type": "lifespan.startup.complete"})
+        elif message["type"] == "lifespan.shutdown":
+            await runtime.stop(10.0)
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+
+
+def build_application(django_app: Any) -> Any:
+    """Exchange count, then start-up, then routing."""
+    app = Started(build_router(django_app, StaticFiles()))
+    return ExchangeMiddleware(app, runtime.exchanges, Labels())

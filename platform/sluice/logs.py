@@ -1,0 +1,35 @@
+"""Request ids: where they come from, and how they get into each log line."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from contextvars import ContextVar
+
+#: The id of the exchange that this task serves; "-" outside of one.
+request_id: ContextVar[str] = ContextVar("request_id", default="-")
+
+_ACCEPTED = re.compile(r"[A-Za-z0-9._:-]{1,64}\Z")
+
+
+def new_request_id() -> str:
+    return "req-" + secrets.token_hex(12)
+
+
+def clean_request_id(raw: bytes | None) -> str:
+    """The client's ``X-Request-ID`` where it is harmless in a log and a header, else a new one."""
+    if raw:
+        text = raw.decode("latin-1").strip()
+        if _ACCEPTED.match(text):
+            return text
+    return new_request_id()
+
+
+class RequestIdFilter(logging.Filter):
+    """Gives each record ``request_id``, so that the format can name it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not hasattr(record, "request_id"):
+            record.request_id = request_id.get()
+        return True

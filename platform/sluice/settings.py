@@ -1,0 +1,181 @@
+"""Django settings. What an operator may change comes from the environment (see ``sluice.conf``)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import dj_database_url
+from django.core.exceptions import ImproperlyConfigured
+
+from inference.errors import ConfigError
+from sluice.conf import ServerConfig, split_list
+
+BASE_DIR = Path(__file__).resolve().parent.parent.parent
+
+try:
+    SLUICE = ServerConfig.from_env()
+except ConfigError as exc:
+    raise ImproperlyConfigured(str(exc)) from exc
+
+#: Files that belong to this checkout and to no version: database, development key.
+VAR_DIR = Path(SLUICE.var_dir).expanduser() if SLUICE.var_dir else BASE_DIR / "var"
+
+DEBUG = SLUICE.debug
+ALLOWED_HOSTS = SLUICE.hosts()
+CSRF_TRUSTED_ORIGINS = split_list(SLUICE.csrf_trusted_origins)
+
+
+def _secret_key() -> str:
+    """SECRET_KEY of the environment, or outside production a random one kept in ``VAR_DIR``."""
+    key = os.environ.get("SECRET_KEY", "")
+    if key:
+        if SLUICE.production and (len(key) < 32 or len(set(key)) < 5):
+            raise ImproperlyConfigured("SECRET_KEY is too weak for production: use at least 32 random characters")
+        return key
+    if SLUICE.production:
+        raise ImproperlyConfigured(
+            "SECRET_KEY is not set. With SLUICE_PRODUCTION it must be, and be the same on every server: "
+            "python -c 'import secrets; print(secrets.token_urlsafe(50))'"
+        )
+    path = VAR_DIR / "secret_key"
+    VAR_DIR.mkdir(parents=True, exist_ok=True)
+    try:
+        # O_EXCL: of several processes that start at once, one writes and the others read.
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(50))
+    except FileExistsError:
+        pass
+    for _ in range(100):
+        if key := path.read_text().strip():
+            return key
+    raise ImproperlyConfigured(f"{path} is empty; delete it and start again")
+
+
+SECRET_KEY = _secret_key()
+
+INSTALLED_APPS = [
+    "daphne",
+    "sluice",
+    "channels",
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "django_prometheus",
+    "apps.accounts",
+    "apps.api",
+    "apps.inflight",
+    "apps.chat",
+]
+
+MIDDLEWARE = [
+    "django_prometheus.middleware.PrometheusBeforeMiddleware",
+    "django.middleware.security.SecurityMiddleware",
+    "sluice.csp.content_security_policy",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+    "django_prometheus.middleware.PrometheusAfterMiddleware",
+]
+
+ROOT_URLCONF = "sluice.urls"
+ASGI_APPLICATION = "sluice.asgi.application"
+
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "DIRS": [],
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ]
+        },
+    }
+]
+
+
+def _database() -> dict[str, object]:
+    url = os.environ.get("DATABASE_URL", "")
+    try:
+        database = dict(dj_database_url.parse(url or f"sqlite:///{VAR_DIR / 'db.sqlite3'}"))
+    except Exception as exc:  # the parser raises whatever its parts raise
+        raise ImproperlyConfigured(
+            "DATABASE_URL is malformed; for instance postgres://user:password@host:5432/name "
+            f"({type(exc).__name__})"
+        ) from None
+    if str(database["ENGINE"]).endswith("sqlite3"):
+        VAR_DIR.mkdir(parents=True, exist_ok=True)
+        database["OPTIONS"] = {
+            # Readers never wait for the writer; a writer waits instead of failing.
+            "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
+            "timeout": 20,
+            "transaction_mode": "IMMEDIATE",
+        }
+    return database
+
+
+DATABASES = {"default": _database()}
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+
+AUTH_PASSWORD_VALIDATORS = [
+    {"NAME": "django.contrib.auth.password_validation.UserAttributeSimilarityValidator"},
+    {"NAME": "django.contrib.auth.password_validation.MinimumLengthValidator"},
+    {"NAME": "django.contrib.auth.password_validation.CommonPasswordValidator"},
+]
+LOGIN_URL = "login"
+LOGIN_REDIRECT_URL = "/"
+LOGOUT_REDIRECT_URL = "login"
+
+LANGUAGE_CODE = "en-us"
+TIME_ZONE = "UTC"
+USE_I18N = False
+USE_TZ = True
+
+STATIC_URL = "/static/"
+# The JavaScript client is a product of its own; the chat page uses the same file.
+STATICFILES_DIRS = [("sluice/client", BASE_DIR / "clients" / "js")]
+
+SECURE_CONTENT_TYPE_NOSNIFF = True
+SECURE_REFERRER_POLICY = "same-origin"
+SECURE_CROSS_ORIGIN_OPENER_POLICY = "same-origin"
+X_FRAME_OPTIONS = "DENY"
+SESSION_COOKIE_HTTPONLY = True
+SESSION_COOKIE_SAMESITE = "Lax"
+CSRF_COOKIE_SAMESITE = "Lax"
+SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = SLUICE.production
+if SLUICE.behind_proxy:
+    SECURE_PROXY_SSL_HEADER = ("HTTP_X_FORWARDED_PROTO", "https")
+
+# /metrics is served by this process itself, not by a thread on another port.
+PROMETHEUS_METRICS_EXPORT_PORT = None
+PROMETHEUS_EXPORT_MIGRATIONS = False
+
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "filters": {"request_id": {"()": "sluice.logs.RequestIdFilter"}},
+    "formatters": {
+        "line": {"format": "{asctime} {levelname} {name} [{request_id}] {message}", "style": "{"},
+    },
+    "handlers": {
+        "stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["request_id"]},
+    },
+    "root": {"handlers": ["stderr"], "level": SLUICE.log_level.upper()},
+    "loggers": {
+        # Their own handlers would print each line twice, and mail is not sent from here.
+        "django": {"handlers": [], "propagate": True, "level": SLUICE.log_level.upper()},
+        "django.server": {"handlers": [], "propagate": True},
+        "daphne": {"level": "WARNING"},
+        "httpx": {"level": "WARNING"},
+    },
+}
