@@ -27,8 +27,10 @@ if not (ROOT / "platform/sluice/settings.py").exists():  # pragma: no cover
 import redis as redis_sync  # noqa: E402
 import redis.asyncio as redis_async  # noqa: E402
 
-from inference.config import Config  # noqa: E402
+from inference.config import DEFAULT_MODEL, Config, ModelSpec  # noqa: E402
 from inference.embedded import EmbeddedValkey  # noqa: E402
+from inference.errors import ModelUnavailable  # noqa: E402
+from inference.models.registry import resolve  # noqa: E402
 from tests.support import find_free_port  # noqa: E402
 
 CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
@@ -117,6 +119,16 @@ def make_config(redis_url: str) -> Callable[..., Config]:
 @pytest.fixture
 def config(make_config: Callable[..., Config]) -> Config:
     return make_config()
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> str:
+    """The fetched default model; for tests marked ``model``."""
+    try:
+        return resolve(ModelSpec(DEFAULT_MODEL, "transformers", "default"), Config.from_env())
+    except ModelUnavailable as exc:
+        skip_or_fail(str(exc))
+        raise
 
 
 @pytest.fixture

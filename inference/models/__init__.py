@@ -1,0 +1,1 @@
+"""Where models come from: the configured targets and the default model."""
