@@ -1,0 +1,56 @@
+# The verbs that people and CI both call. Every target does its own set-up:
+# a machine needs Python >= 3.11, make and a package index, nothing else.
+
+SHELL := /bin/sh
+PY := .venv/bin/python
+export PYTHONPATH := $(CURDIR):$(CURDIR)/platform
+MANAGE := $(PY) manage.py
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-dev model browser serve test lint format bench soak mutants gpu-check clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+install: ## create .venv and install what a running installation needs
+	@python=$$(scripts/find-python) && "$$python" scripts/install.py
+
+install-dev: ## ... and what tests, checks and benchmarks need
+	@python=$$(scripts/find-python) && "$$python" scripts/install.py --dev
+
+model: install
+	@$(MANAGE) fetchmodel
+
+browser:
+	@scripts/ensure-browser
+
+# exec: Ctrl-C and signals reach the process tree itself, not a shell in between.
+serve: install ## run everything here: Valkey, workers, server; ARGS="--port 8001"
+	@exec $(MANAGE) up $(ARGS)
+
+test: install-dev model browser ## all checks and tests; ARGS="-k name" chooses
+	@scripts/check
+	@exec $(PY) -m pytest $(ARGS)
+
+lint: install-dev ## ruff and mypy
+	@scripts/check
+
+format: install-dev ## reformat and mend what can be mended
+	@$(PY) -m ruff check --fix-only --quiet .
+	@$(PY) -m ruff format .
+
+bench: install-dev model ## measure TTFT, ITL and throughput here
+	@exec $(PY) -m benchmarks $(ARGS)
+
+soak: install-dev model ## hours of mixed load and faults, then the audit; ARGS="--minutes 10"
+	@exec $(PY) -m benchmarks.soak $(ARGS)
+
+mutants: install-dev model ## break the code on purpose and see that a test fails
+	@exec $(PY) scripts/mutants.py $(ARGS)
+
+gpu-check: install-dev model ## the tests that need a CUDA device
+	@exec $(PY) -m pytest -m gpu $(ARGS)
+
+clean: ## remove .venv and caches (not var/, not the model)
+	rm -rf .venv .install.lock .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
