@@ -60,6 +60,7 @@ class ScriptedTokenizer:
     eos_ids = frozenset({EOS})
     special_ids = frozenset({START, EOS})
     has_chat_template = True
+    supports_tools = True
 
     def __init__(self, *, context_length: int = 4096) -> None:
         self.context_length = context_length
@@ -116,6 +117,7 @@ class ScriptedTokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         limit: int | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
@@ -133,7 +135,9 @@ class ScriptedTokenizer:
             if limit is not None and len(ids) + len(text) > limit:
                 raise TooLarge(f"The prompt has more than {limit} tokens.")
             ids += [START, *self.encode(text, trusted=False), EOS, 10]
-        if add_generation_prompt:
+        if continue_final and messages:
+            del ids[-2:]
+        elif add_generation_prompt:
             ids += [START, *self.encode("assistant\n")]
         if limit is not None and len(ids) > limit:
             raise TooLarge(f"The prompt has {len(ids)} tokens; at most {limit} are possible.")

@@ -110,13 +110,15 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
+        continue_final: bool = False,
         **extra: Any,
     ) -> Rendered:
         """The prompt text of ``messages``.
 
         Null values are dropped, so that no template writes them out as a word; tool
         calls' arguments given as JSON text are parsed, and text parts are joined with
-        line feeds for templates that know nothing of parts.
+        line feeds for templates that know nothing of parts. ``continue_final`` ends the
+        prompt where the last message's text ends, so that the answer continues it.
 
         Raises:
             ChatTemplateError: the template refuses the messages or fails on them.
@@ -126,9 +128,12 @@ class ChatTemplate:
             **self._variables,
             **_Marking(marker, self._all, self._all_beginnings).apply(extra),
             "tools": _Marking(marker, self._all, self._all_beginnings).apply(list(tools)) if tools else None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continue_final,
         }
         prepared = [self._prepare(message, marker) for message in messages]
+        end = f"{secrets.randbelow(10**24):024d}"
+        if continue_final:
+            _append_to_last(prepared, f"{end} ")
         try:
             text = self._render(values, prepared)
         except (
@@ -146,7 +151,7 @@ class ChatTemplate:
             reason = detail if by_template and len(detail) < 300 else "a part that it needs is missing or odd"
             message = f"The model's chat template does not take these messages: {reason.rstrip('.')}."
             raise ChatTemplateError(message) from error
-        return Rendered(text, marker, self._all)
+        return Rendered(_cut(text, end) if continue_final else text, marker, self._all)
 
     def _render(self, values: dict[str, Any], messages: list[dict[str, Any]]) -> str:
         try:
@@ -173,6 +178,24 @@ class ChatTemplate:
         )
         marked: dict[str, Any] = marking.apply(plain)
         return marked
+
+
+def _append_to_last(messages: list[dict[str, Any]], tail: str) -> None:
+    content = messages[-1].get("content") if messages else None
+    if isinstance(content, str):
+        messages[-1]["content"] = content + tail
+    elif content and isinstance(content[-1].get("text"), str):
+        content[-1]["text"] += tail
+    else:
+        raise ChatTemplateError("The last message has no text that could be continued.")
+
+
+def _cut(text: str, end: str) -> str:
+    """What stands before ``end``, without the space that the template has trimmed from there."""
+    before, found, after = text.rpartition(end)
+    if not found:
+        raise ChatTemplateError("The model's chat template can not continue the last message.")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 class Rendered:

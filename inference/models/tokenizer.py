@@ -112,6 +112,11 @@ class ModelTokenizer:
         return bool(self._sources)
 
     @property
+    def supports_tools(self) -> bool:
+        """Whether a chat template writes out tool definitions."""
+        return any("tools" in source for source in self._sources.values())
+
+    @property
     def leading_space(self) -> LeadingSpace:
         return self._vocabulary.leading_space
 
@@ -212,6 +217,7 @@ class ModelTokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         limit: int | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
@@ -221,6 +227,7 @@ class ModelTokenizer:
         is what ``apply_chat_template`` of transformers gives.
 
         Args:
+            continue_final: end the prompt within the last message, so that the answer continues it.
             limit: most tokens that the prompt may have; bounds the work.
 
         Raises:
@@ -234,7 +241,8 @@ class ModelTokenizer:
                 raise TooLarge(f"The messages have at least {least} tokens; at most {limit} are possible.")
         template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
         ids: list[int] = []
-        for piece, trusted in template.render(messages, tools, add_generation_prompt, **template_kwargs):
+        rendered = template.render(messages, tools, add_generation_prompt, continue_final, **template_kwargs)
+        for piece, trusted in rendered:
             if limit is None:
                 ids += self.encode(piece, trusted=trusted)
             else:

@@ -46,6 +46,9 @@ class Tokenizer(TokenBytes, Protocol):
     @property
     def has_chat_template(self) -> bool: ...
 
+    @property
+    def supports_tools(self) -> bool: ...
+
     def encode(self, text: str, *, add_special_tokens: bool = False, trusted: bool = True) -> list[int]: ...
 
     def encode_bounded(
@@ -66,6 +69,7 @@ class Tokenizer(TokenBytes, Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         limit: int | None = None,
         **template_kwargs: Any,
     ) -> list[int]: ...
