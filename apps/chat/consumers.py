@@ -1,0 +1,332 @@
+"""The chat page's socket: starts answers, watches them, stops them.
+
+Messages are JSON objects in the style of ``/ws/v1/stream`` (subprotocol
+``sluice.v1``); ``id`` is the client's own reference of a stream.
+
+====================  =======================================================================
+client                server
+====================  =======================================================================
+                      ``hello`` (models) once the socket is open
+``generate``          ``accepted`` (conversation, messages), then the stream
+``attach`` (message)  the stream of an answer that is being written, or ``done`` at once
+``cancel``            the stream ends with ``done``
+``models``            ``models``
+``ping``              ``pong``
+====================  =======================================================================
+
+A stream is ``queued`` (position), ``render`` (ops, see ``apps.chat.live``), and at
+the end ``done`` (the message as stored; failed ones too), ``detached`` (the server
+lets go: attach again) or ``error``. ``changed`` tells a user's other pages that a
+conversation has news.
+
+``generate`` carries ``op``: ``send`` (text, conversation or none for a new one,
+parent, settings), ``edit`` (message, text), ``regenerate`` (message), ``continue``
+(message). The same ``id`` twice is one answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+from weakref import WeakSet
+
+import msgspec
+from channels.db import database_sync_to_async
+from django.contrib.auth import get_user_model
+from django.db import DatabaseError
+
+from apps.accounts.auth import authenticate
+from apps.chat import services
+from apps.chat.live import Shown, complete
+from apps.chat.recorder import Caller, Recorder
+from apps.chat.recording import Recording
+from apps.chat.serialise import conversation_json, message_json, sibling_ids
+from apps.chat.services import ChatError, Turn
+from inference.errors import NotServing, SluiceError, StoreUnavailable
+from sluice import runtime
+from sluice.consumers import StreamingWebSocketConsumer
+
+MIN_PAUSE = 0.05
+"""Shortest time between two renderings sent to one page, seconds."""
+RENDER_SHARE = 4
+"""A stream waits this many times as long as its rendering took."""
+MAX_STREAMS = 16
+"""Streams of one socket."""
+GOODBYE = frozenset({1000, 1001, 4001})
+"""Close codes of a page that goes, as opposed to a connection that breaks."""
+
+_sockets: WeakSet[ChatConsumer] = WeakSet()
+_recorder: Recorder | None = None
+
+
+def recorder() -> Recorder:
+    """This process's recorder.
+
+    Raises:
+        NotServing: the gateway is not running (yet).
+    """
+    global _recorder
+    gateway = runtime.gateway()
+    if _recorder is None or _recorder.gateway is not gateway:
+        _recorder = Recorder(gateway)
+    return _recorder
+
+
+class ChatConsumer(StreamingWebSocketConsumer):
+    """One open chat page."""
+
+    subprotocols = ("sluice.v1",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watched: dict[str, Recording] = {}
+        self._left: list[Recording] = []
+
+    async def on_open(self) -> None:
+        _sockets.add(self)
+        await self.send_json({"type": "hello", **_models(self.principal)})
+
+    async def on_text(self, text: str) -> None:
+        try:
+            message = msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            await self._error(None, "Messages must be JSON objects.", "invalid")
+            return
+        if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+            await self._error(None, "Messages must be JSON objects with a type.", "invalid")
+            return
+        ref = message.get("id")
+        handler = {
+            "generate": self._generate,
+            "attach": self._attach,
+            "cancel": self._cancel,
+            "models": self._send_models,
+            "ping": self._pong,
+        }.get(message["type"])
+        if handler is None:
+            await self._error(ref, "Unknown message type.", "invalid")
+            return
+        if handler not in (self._send_models, self._pong) and not (isinstance(ref, str) and 0 < len(ref) <= 64):
+            await self._error(None, "id must be text of 1 to 64 characters.", "invalid")
+            return
+        try:
+            await handler(ref, message)
+        except ChatError as exc:
+            await self._error(ref, str(exc), exc.code)
+        except (NotServing, StoreUnavailable) as exc:
+            await self._error(ref, str(exc), "unavailable")
+        except DatabaseError:
+            await self._error(ref, "The database does not answer. Try again in a moment.", "unavailable")
+
+    async def on_close(self, code: int) -> None:
+        _sockets.discard(self)
+        for recording in self._left:
+            _unwatch(recording, self, lost=code not in GOODBYE)
+
+    # -- handlers ----------------------------------------------------------------------------
+
+    async def _generate(self, ref: str, body: dict[str, Any]) -> None:
+        if runtime.status.refusing:
+            raise ChatError("This server is restarting; the page reconnects in a moment.", "shutting_down")
+        if ref in self.tasks:
+            return  # a double click: the first one is under way
+        if len(self.tasks) >= MAX_STREAMS:
+            raise ChatError("Too many answers at once.", "busy")
+        # A session that has ended since the page was opened starts nothing.
+        principal = await authenticate(self.scope)
+        if principal is None or principal.user_id != self.principal.user_id:
+            await self._error(ref, "You have been signed out.", "unauthorised")
+            await self.close(4401, "signed out")
+            return
+        keeper = recorder()
+        turn, payload = await database_sync_to_async(self._start_turn)(ref, body)
+        recording = None
+        if turn.repeated:
+            recording = keeper.join(turn.answer, self._caller())
+        else:
+            recording = keeper.start(turn, self._caller())
+        await self.send_json({"type": "accepted", "id": ref, **payload})
+        await self._stream(ref, recording, turn.answer)
+        self._tell_others(turn)
+
+    def _start_turn(self, ref: str, body: dict[str, Any]) -> tuple[Turn, dict[str, Any]]:
+        user = get_user_model().objects.get(pk=self.principal.user_id)
+        model = self._model(user, body)
+        turn = services.start_turn(user, str(body.get("op", "send")), body, ref, model)
+        messages = [message for message in (turn.user_message, turn.answer) if message is not None]
+        return turn, {
+            "conversation": conversation_json(turn.conversation),
+            "messages": [message_json(message, sibling_ids(message)) for message in messages],
+            "answer": str(turn.answer.id),
+        }
+
+    def _model(self, user: Any, body: dict[str, Any]) -> str:
+        """The conversation's model; where none is chosen or it is gone, the first one served."""
+        settings: dict[str, Any] = {}
+        if body.get("conversation"):
+            settings = services.get_conversation(user, body["conversation"]).settings
+        elif body.get("message"):
+            settings = services.get_message(user, body["message"]).conversation.settings
+        elif isinstance(body.get("settings"), dict):
+            settings = body["settings"]
+        known = _models(self.principal)
+        chosen = settings.get("model")
+        if isinstance(chosen, str) and chosen:
+            if not self.principal.may_use(chosen):
+                raise ChatError("Your account may not use this model.", "model_not_allowed")
+            return chosen
+        if not known["default"]:
+            raise ChatError("No model is configured for your account.", "model_not_found")
+        return str(known["default"])
+
+    async def _attach(self, ref: str, body: dict[str, Any]) -> None:
+        if ref in self.tasks:
+            return
+        keeper = recorder()
+        user = await get_user_model().objects.aget(pk=self.principal.user_id)
+        message = await database_sync_to_async(services.get_message)(user, body.get("message"))
+        recording = keeper.join(message, self._caller())
+        await self._stream(ref, recording, message)
+        if recording is not None:
+            await database_sync_to_async(services.unhold)(message.id)
+
+    async def _cancel(self, ref: str, body: dict[str, Any]) -> None:
+        keeper = recorder()
+        recording = self._watched.get(ref)
+        if recording is not None:
+            await keeper.stop(recording)
+        elif body.get("message"):
+            user = await get_user_model().objects.aget(pk=self.principal.user_id)
+            message = await database_sync_to_async(services.get_message)(user, body["message"])
+            await keeper.stop_message(message)
+
+    async def _send_models(self, ref: str, body: dict[str, Any]) -> None:
+        await self.send_json({"type": "models", **_models(self.principal)})
+
+    async def _pong(self, ref: Any, body: dict[str, Any]) -> None:
+        await self.send_json({"type": "pong", "id": ref})
+
+    # -- streams -----------------------------------------------------------------------------
+
+    async def _stream(self, ref: str, recording: Recording | None, answer: Any) -> None:
+        if recording is None:
+            payload = await database_sync_to_async(_stored)(answer)
+            await self.send_json({"type": "done", "id": ref, "message": payload})
+            return
+        self._watched[ref] = recording
+        recorder().watch(recording, self)
+        self.spawn(ref, self._watch(ref, recording))
+
+    async def _watch(self, ref: str, recording: Recording) -> None:
+        try:
+            await self._show(ref, recording)
+        finally:
+            del self._watched[ref]
+            if recording not in self._watched.values():
+                # While the socket closes, how it closed decides how long the answer is kept going.
+                if self.open:
+                    _unwatch(recording, self, lost=False)
+                else:
+                    self._left.append(recording)
+
+    async def _show(self, ref: str, recording: Recording) -> None:
+        shown = Shown()
+        position: int | None = None
+        while True:
+            version = recording.version
+            if recording.final is not None:
+                final = dict(recording.final)
+                final["ops"] = shown.advance(complete(final["text"]))
+                await self.send_json({"type": "done", "id": ref, "message": final})
+                self._tell(recording.user_id, str(recording.conversation_id), None)
+                return
+            if recording.released:
+                await self.send_json({"type": "detached", "id": ref})
+                return
+            if recording.position is not None and recording.position != position:
+                await self.send_json({"type": "queued", "id": ref, "position": recording.position})
+            position = recording.position
+            begin = time.monotonic()
+            ops = shown.advance(recording.blocks())
+            if ops:
+                await self.send_json(
+                    {
+                        "type": "render",
+                        "id": ref,
+                        "seq": recording.seq,
+                        "ops": ops,
+                        "tokens": recording.tokens,
+                        "tokens_per_second": recording.tokens_per_second,
+                    }
+                )
+                pause = max(MIN_PAUSE, RENDER_SHARE * recording.render_seconds)
+                await asyncio.sleep(max(0.0, begin + pause - time.monotonic()))
+            await recording.wait_change(version)
+
+    # -- helpers -----------------------------------------------------------------------------
+
+    def _caller(self) -> Caller:
+        client = (self.scope.get("client") or ["", 0])[0]
+        return Caller(user_id=self.principal.user_id, owner=self.principal.owner, client=client)
+
+    async def _error(self, ref: Any, message: str, code: str) -> None:
+        ref = ref if isinstance(ref, str) else None
+        await self.send_json({"type": "error", "id": ref, "error": {"message": message, "code": code}})
+
+    def _tell_others(self, turn: Turn) -> None:
+        self._tell(self.principal.user_id, str(turn.conversation.id), str(turn.answer.id))
+
+    def _tell(self, user_id: int, conversation: str, answer: str | None) -> None:
+        """Let the user's other pages on this server look again; those elsewhere do when they are shown."""
+        news = {"type": "changed", "conversation": conversation, "answer": answer}
+        for socket in list(_sockets):
+            if socket is not self and socket.open and socket.principal.user_id == user_id:
+                _background(socket.send_json(news))
+
+
+_telling: set[asyncio.Task[None]] = set()
+
+
+def _background(coroutine: Any) -> None:
+    task = asyncio.get_running_loop().create_task(coroutine, name="chat news")
+    _telling.add(task)
+    task.add_done_callback(_told)
+
+
+def _told(task: asyncio.Task[None]) -> None:
+    _telling.discard(task)
+    if not task.cancelled():
+        task.exception()  # a page that has just gone needs no news
+
+
+def _unwatch(recording: Recording, watcher: object, *, lost: bool) -> None:
+    try:
+        recorder().unwatch(recording, watcher, lost=lost)
+    except NotServing:
+        pass  # the process ends, and every request with it or past it
+
+
+def _stored(message: Any) -> dict[str, Any]:
+    message.refresh_from_db()
+    return message_json(message, sibling_ids(message))
+
+
+def _models(principal: Any) -> dict[str, Any]:
+    """Configured models that the caller may use, the served ones marked; the default is the first served."""
+    try:
+        gateway = runtime.gateway()
+    except SluiceError:
+        return {"models": [], "default": None}
+    served = gateway.models()
+    models = [
+        {
+            "alias": alias,
+            "ready": alias in served,
+            "context_length": served[alias].context_length if alias in served else None,
+        }
+        for alias in gateway.aliases
+        if principal.may_use(alias) and (alias not in served or served[alias].kind == "generate")
+    ]
+    ready = [model["alias"] for model in models if model["ready"]] or [model["alias"] for model in models]
+    return {"models": models, "default": ready[0] if ready else None}

@@ -1,0 +1,148 @@
+"""Markdown to HTML that a page may insert as it is.
+
+Three walls, each enough by itself: markdown-it with HTML switched off, so that
+tags in the text come out as text; nh3 with a short list of tags, attributes and
+URL schemes; and the page's Content-Security-Policy. Code is highlighted with
+classes, never with inline styles. Images become links, so that reading an
+answer fetches nothing from anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from html import escape
+from typing import Any
+
+import nh3
+from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
+from markdown_it.token import Token
+from markdown_it.utils import EnvType, OptionsDict
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexer import Lexer
+from pygments.lexers import get_lexer_by_name
+from pygments.util import ClassNotFound
+
+HIGHLIGHT_LIMIT = 60_000
+"""Longest code, in characters, that is highlighted; longer code is shown plain."""
+
+_TAGS = set(
+    ["p", "br", "hr", "strong", "em", "s", "del", "code", "pre", "span", "blockquote", "ul", "ol", "li", "h1", "h2", "h3", "h4", "h5", "h6", "table", "thead", "tbody", "tr", "th", "td", "a"]
+)
+_CLEANER = nh3.Cleaner(
+    tags=_TAGS,
+    attributes={
+        "a": {"href", "title"},
+        "pre": {"class", "data-lang"},
+        "span": {"class"},
+        "ol": {"start"},
+        "th": {"class"},
+        "td": {"class"},
+    },
+    url_schemes={"http", "https", "mailto"},
+    link_rel="noopener noreferrer nofollow",
+    set_tag_attribute_values={"a": {"target": "_blank"}},
+    strip_comments=True,
+)
+_FORMATTER = HtmlFormatter(nowrap=True)
+
+
+class _Renderer(RendererHTML):
+    """markdown-it's HTML with highlighted fences, images as links, and alignment as classes."""
+
+    def fence(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
+        token = tokens[idx]
+        return code_html(token.content, language(token))
+
+    def code_block(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
+        return code_html(tokens[idx].content, "")
+
+    def image(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
+        token = tokens[idx]
+        source = str(token.attrs.get("src", ""))
+        label = self.renderInlineAsText(token.children or [], options, env) or source
+        return f'<a href="{escape(source)}">{escape(label)}</a>'
+
+    def _cell(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
+        token = tokens[idx]
+        style = str(token.attrs.pop("style", ""))
+        if style.startswith("text-align:"):
+            token.attrs["class"] = f"align-{style.removeprefix('text-align:')}"
+        return self.renderToken(tokens, idx, options, env)
+
+    th_open = _cell
+    td_open = _cell
+
+
+def _parser() -> MarkdownIt:
+    parser = MarkdownIt("commonmark", {"html": False, "linkify": True}, renderer_cls=_Renderer)
+    parser.enable(["table", "strikethrough", "linkify"])
+    if parser.linkify is not None:
+        parser.linkify.set({"fuzzy_link": False, "fuzzy_email": False, "fuzzy_ip": False})
+    return parser
+
+
+PARSER = _parser()
+
+
+def language(fence: Token) -> str:
+    """The language a fence names, cut to what a label can show."""
+    words = fence.info.split()
+    return words[0][:40] if words else ""
+
+
+@lru_cache(maxsize=64)
+def _lexer(name: str) -> Lexer | None:
+    try:
+        return get_lexer_by_name(name.lower(), stripnl=False, ensurenl=False)
+    except ClassNotFound:
+        return None
+
+
+def code_lines(code: str, lang: str) -> list[str]:
+    """Each line of ``code`` as HTML of its own, with every span closed on its line."""
+    code = code.removesuffix("\n")
+    lexer = _lexer(lang) if lang and len(code) <= HIGHLIGHT_LIMIT else None
+    if lexer is None:
+        return escape(code, quote=False).split("\n")
+    lines = highlight(code, lexer, _FORMATTER).split("\n")
+    want = code.count("\n") + 1
+    # The formatter ends every line with a newline, so one empty line hangs over.
+    while len(lines) > want and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def code_html(code: str, lang: str) -> str:
+    body = "\n".join(f'<span class="line">{line}</span>' for line in code_lines(code, lang))
+    return f'<pre class="code" data-lang="{escape(lang)}"><code>{body}</code></pre>'
+
+
+def clean(html: str) -> str:
+    """Let through only the tags, attributes and URL schemes that Markdown needs."""
+    return _CLEANER.clean(html)
+
+
+def top_level(tokens: Sequence[Token]) -> list[list[Token]]:
+    """Group a parsed document's tokens by top-level block."""
+    groups: list[list[Token]] = []
+    depth = 0
+    for token in tokens:
+        if depth == 0:
+            groups.append([])
+        groups[-1].append(token)
+        depth += token.nesting
+    return groups
+
+
+def render_tokens(tokens: Sequence[Token], env: dict[str, Any]) -> str:
+    return clean(PARSER.renderer.render(tokens, PARSER.options, env))
+
+
+@lru_cache(maxsize=512)
+def render(text: str) -> str:
+    """A whole message as HTML."""
+    env: dict[str, Any] = {}
+    return render_tokens(PARSER.parse(text, env), env)
