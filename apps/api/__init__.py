@@ -1,0 +1,1 @@
+"""The public API: what clients send, what they get back, and how both travel."""

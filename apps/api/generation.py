@@ -1,0 +1,249 @@
+"""One API request while it is generated: its streams, and what each frame means for the client."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from apps.api import deps
+from apps.api.errors import ApiError, detached, from_outcome, from_refusal
+from apps.api.plan import Plan
+from apps.api.toolparse import CallDelta, ToolParser
+from inference.errors import Refused, StoreUnavailable
+from inference.gateway import Detached, RequestEnded, RequestSpec, RequestStream, StreamGroup
+from inference.lifecycle import Outcome
+from inference.messages import Frame, TokenLogprob
+from inference.text.protocol import Tokenizer
+
+
+@dataclass(slots=True)
+class Delta:
+    """What became certain for one choice.
+
+    Attributes:
+        seq: number of the frame it stems from.
+        logprobs: entries of the tokens whose text this completes.
+        finish: ``stop``, ``length`` or ``tool_calls`` on the last one.
+    """
+
+    seq: int
+    text: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: str | None = None
+    ids: list[int] = field(default_factory=list)
+    stop_match: str | int | None = None
+
+
+class Choice:
+    """One answer being put together out of frames."""
+
+    def __init__(self, tokenizer: Tokenizer, parser: ToolParser | None, *, logprobs: bool, echo: str = "") -> None:
+        self.parser = parser
+        self.echo = echo
+        self.text: list[str] = []
+        self.calls: list[CallDelta] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.tokens = 0
+        self.cached = 0
+        self.finish: str | None = None
+        self.stop_match: str | int | None = None
+        self._eos = tokenizer.eos_ids
+        self._logprobs = logprobs
+        self._held: list[TokenLogprob] = []
+        self._held_ids: list[int] = []
+
+    def feed(self, frame: Frame) -> Delta | None:
+        """What the frame adds, or ``None`` where nothing of it can be shown yet.
+
+        Raises:
+            ApiError: the engine failed on this answer.
+        """
+        if frame.finish == "error":
+            raise ApiError(500, frame.error or "The engine failed on this request.", code="engine_error")
+        self.tokens += len(frame.ids)
+        self.cached = max(self.cached, frame.cached)
+        self._held_ids += frame.ids
+        if self._logprobs and frame.logprobs:
+            self._held += frame.logprobs
+        delta = self._read(frame)
+        if frame.finish is not None:
+            self._close(delta, frame)
+        elif not delta.text and not delta.calls:
+            return None
+        if delta.text or delta.finish:
+            delta.logprobs, self._held = self._held, []
+        delta.ids, self._held_ids = self._held_ids, []
+        self.text.append(delta.text)
+        self.calls += delta.calls
+        self.logprobs += delta.logprobs
+        return delta
+
+    def _read(self, frame: Frame) -> Delta:
+        if self.parser is None:
+            return Delta(frame.seq, frame.text)
+        parsed = self.parser.feed(frame.text)
+        return Delta(frame.seq, parsed.content, parsed.calls)
+
+    def _close(self, delta: Delta, frame: Frame) -> None:
+        if self.parser is not None:
+            rest = self.parser.finish()
+            delta.text += rest.content
+            delta.calls += rest.calls
+        calls = self.parser is not None and self.parser.count > 0
+        delta.finish = "tool_calls" if calls and frame.finish == "stop" else frame.finish
+        delta.stop_match = frame.stop_match
+        self.finish, self.stop_match = delta.finish, frame.stop_match
+        # A token that only ends the answer is counted, but it is not part of the answer.
+        if frame.finish == "stop" and self._held and frame.ids:
+            last = frame.ids[-1]
+            if last == frame.stop_match or (frame.stop_match is None and last in self._eos):
+                self._held.pop()
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts over all choices."""
+
+    prompt: int
+    completion: int
+    cached: int
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+class Generation:
+    """All answers of one request, as an async context manager.
+
+    Entering it gets the request accepted (or raises :class:`ApiError` with
+    nothing sent yet); leaving it settles whatever is still open.
+    """
+
+    def __init__(self, plan: Plan, *, owner: str, client: str, transport: str) -> None:
+        self.plan = plan
+        self._owner, self._client, self._transport = owner, client, transport
+        self.choices = [
+            Choice(
+                plan.tokenizer,
+                plan.tools.parser() if plan.tools is not None else None,
+                logprobs=job.params.logprobs is not None,
+                echo=plan.echo[number // plan.per_prompt] if plan.echo else "",
+            )
+            for number, job in enumerate(plan.jobs)
+        ]
+        self.streams: list[RequestStream] = []
+        self._stack = AsyncExitStack()
+        self._group = StreamGroup([])
+        self.started = time.monotonic()
+        self.first_token: float | None = None
+
+    async def __aenter__(self) -> Self:
+        gateway, plan = deps.gateway(), self.plan
+        try:
+            for job in plan.jobs:
+                spec = RequestSpec(
+                    job=job,
+                    endpoint=plan.endpoint,
+                    transport=self._transport,
+                    owner=self._owner,
+                    client=self._client,
+                    priority=plan.priority,
+                    timeout=plan.timeout,
+                    resumable=plan.resumable,
+                )
+                self.streams.append(await self._stack.enter_async_context(gateway.request(spec)))
+        except (Refused, StoreUnavailable) as exc:
+            # Those already accepted are given up; nothing has been sent to the client.
+            error = from_refusal(exc, plan.model, await wait_hint(plan.model, exc))
+            await self._stack.__aexit__(type(error), error, None)
+            raise error from exc
+        except BaseException as exc:
+            await self._stack.__aexit__(type(exc), exc, exc.__traceback__)
+            raise
+        self._group = StreamGroup(self.streams)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(kind, exc, trace)
+
+    @property
+    def done(self) -> bool:
+        return self._group.done
+
+    async def next(self) -> list[tuple[int, Delta]]:
+        """What became certain, per choice; ``[]`` asks for a ping.
+
+        May return more than one delta of a choice, in order.
+
+        Raises:
+            ApiError: the request has ended before its answer was complete.
+        """
+        while True:
+            try:
+                batch = await self._group.next()
+            except RequestEnded as exc:
+                raise from_outcome(exc.outcome, str(exc)) from exc
+            except Detached as exc:
+                raise detached() from exc
+            except StoreUnavailable as exc:
+                raise from_refusal(exc, self.plan.model, 1.0) from exc
+            out = [
+                (index, delta)
+                for index, frames in batch
+                for frame in frames
+                if (delta := self._feed(index, frame)) is not None
+            ]
+            if out or not batch or self.done:
+                return out
+
+    def _feed(self, index: int, frame: Frame) -> Delta | None:
+        if self.first_token is None and frame.ids:
+            self.first_token = time.monotonic()
+        delta = self.choices[index].feed(frame)
+        if delta is not None and delta.finish == "tool_calls":
+            self.streams[index].outcome = Outcome.finished("tool_calls")
+        return delta
+
+    async def queue_state(self) -> tuple[int, float] | None:
+        """Position in the queue (0 is next) and estimated seconds; ``None`` once running."""
+        for stream in self.streams:
+            position = await stream.queue_position()
+            if position is not None:
+                return position, await deps.gateway().retry_after(self.plan.model)
+        return None
+
+    def usage(self) -> Usage:
+        return Usage(
+            self.plan.prompt_tokens,
+            sum(choice.tokens for choice in self.choices),
+            sum(choice.cached for choice in self.choices[:: self.plan.per_prompt]),
+        )
+
+    def timings(self) -> dict[str, float]:
+        """Milliseconds as this server saw them: to the first token, and in all."""
+        now = time.monotonic()
+        out = {"total_ms": round((now - self.started) * 1000, 1)}
+        if self.first_token is not None:
+            out["ttft_ms"] = round((self.first_token - self.started) * 1000, 1)
+        return out
+
+
+async def wait_hint(model: str, exc: BaseException) -> float:
+    """Seconds after which to try again, where the exception itself names none."""
+    if isinstance(exc, StoreUnavailable) or getattr(exc, "retry_after", None) is not None:
+        return 2.0
+    try:
+        return float(await deps.gateway().retry_after(model))
+    except (StoreUnavailable, Refused):
+        return 2.0

@@ -1,0 +1,106 @@
+"""The base of this package's HTTP consumers: bodies in, generations out, errors in one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from apps.accounts.principal import Principal
+from apps.api.errors import ApiError, from_refusal
+from apps.api.generation import Generation
+from apps.api.plan import Plan
+from apps.api.render.base import Renderer, error_event, queue_event
+from inference.errors import Refused, StoreUnavailable
+from sluice.consumers import StreamingHttpConsumer
+
+#: Statuses that the official clients would repeat by themselves although it is pointless.
+_FINAL = frozenset({408, 409})
+
+
+class ApiConsumer(StreamingHttpConsumer):
+    """An endpoint of the API."""
+
+    @property
+    def caller(self) -> Principal:
+        principal: Principal = self.principal
+        return principal
+
+    def need(self, scope: str) -> None:
+        """Raise 403 unless the caller holds the scope ``generate``, ``read`` or ``admin``."""
+        if not self.caller.may(scope):
+            raise ApiError(403, f"This key lacks the scope {scope!r}.", code="insufficient_scope")
+
+    @property
+    def client(self) -> str:
+        """The peer's address, for the operator's view."""
+        peer = self.scope.get("client")
+        return str(peer[0]) if peer else ""
+
+    def error_reply(self, exc: Exception) -> tuple[int, Any, list[tuple[bytes, bytes]]]:
+        if isinstance(exc, (Refused, StoreUnavailable)):
+            exc = from_refusal(exc, "", 2.0)
+        if not isinstance(exc, ApiError):
+            return super().error_reply(exc)
+        headers = [item for item in exc.headers() if item[0] != b"content-type"]
+        if exc.status in _FINAL:
+            headers.append((b"x-should-retry", b"false"))
+        return exc.status, exc.payload(), headers
+
+    async def on_stream_error(self, exc: BaseException | None) -> None:
+        if isinstance(exc, ApiError):
+            await self.send_sse_bytes(error_event(exc))
+        else:
+            await super().on_stream_error(exc)
+
+    async def serve(self, plan: Plan, make: Callable[[Generation], Renderer]) -> None:
+        """Generate and answer, as a stream or whole, whichever the plan says."""
+        generation = Generation(
+            plan, owner=self.caller.owner, client=self.client, transport="sse" if plan.stream else "json"
+        )
+        if plan.stream:
+            await self._stream(generation, make)
+        else:
+            await self._whole(generation, make)
+
+    async def _whole(self, generation: Generation, make: Callable[[Generation], Renderer]) -> None:
+        async with generation:
+            while not generation.done:
+                await generation.next()
+        await self.send_json(200, make(generation).body(), self._id_header(generation))
+
+    async def _stream(self, generation: Generation, make: Callable[[Generation], Renderer]) -> None:
+        try:
+            async with generation:
+                renderer = make(generation)
+                await self.start_sse(self._id_header(generation))
+                if first := renderer.start():
+                    await self.send_sse_bytes(first)
+                await self._pump(generation, renderer)
+                await self.send_sse_bytes(renderer.end())
+        except ApiError as exc:
+            if not self.headers_sent:
+                raise
+            # The status line has gone: the error is an event, and nothing pretends to be an end.
+            await self.send_sse_bytes(error_event(exc))
+
+    async def _pump(self, generation: Generation, renderer: Renderer) -> None:
+        tell_queue = bool(generation.plan.options.include_queue)
+        if tell_queue:
+            await self._tell_queue(generation)
+        while not generation.done:
+            batch = await generation.next()
+            if batch:
+                await self.send_sse_bytes(b"".join(renderer.delta(index, delta) for index, delta in batch))
+            elif not (tell_queue and await self._tell_queue(generation)):
+                await self.ping()
+
+    async def _tell_queue(self, generation: Generation) -> bool:
+        state = await generation.queue_state()
+        if state is None:
+            return False
+        await self.send_sse_bytes(queue_event(*state))
+        return True
+
+    @staticmethod
+    def _id_header(generation: Generation) -> list[tuple[bytes, bytes]]:
+        return [(b"x-sluice-request", generation.plan.id.encode())]

@@ -1,0 +1,364 @@
+"""From a validated body to the jobs that answer it.
+
+The order of checks is the same everywhere: types and ranges (the schema), the
+model, fields that must fit together, then the prompt, which costs most.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from apps.accounts.principal import Principal
+from apps.api import deps, prompts, structured
+from apps.api import tools as toolkit
+from apps.api.errors import ApiError, invalid, unknown_model
+from apps.api.schema.base import MAX_CHOICES, MAX_INT
+from apps.api.schema.generation import (
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    Sampling,
+    StreamOptions,
+    stops,
+)
+from inference.messages import Grammar, Job, SamplingParams
+from inference.text.protocol import Tokenizer
+
+SEEDS = 2**63
+
+
+@dataclass(slots=True)
+class Plan:
+    """Everything about one API request once it is known to be sound.
+
+    Attributes:
+        id: public id; that of the job where there is one, else jobs add ``-0``, ``-1``, ...
+        jobs: one per generated answer, prompt by prompt.
+        prompt_tokens: over all prompts, each counted once.
+        keep: answers returned per prompt (``n``); fewer than generated with ``best_of``.
+        echo: per prompt, the text to put in front.
+        show_logprobs: alternatives to show, ``None`` for no log probabilities.
+    """
+
+    id: str
+    model: str
+    endpoint: str
+    tokenizer: Tokenizer
+    jobs: list[Job]
+    prompt_tokens: int
+    stream: bool = False
+    options: StreamOptions = field(default_factory=StreamOptions)
+    keep: int = 1
+    per_prompt: int = 1
+    echo: list[str] = field(default_factory=list)
+    show_logprobs: int | None = None
+    tools: toolkit.ToolUse | None = None
+    priority: str = "normal"
+    timeout: float = 600.0
+    resumable: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def new_id(prefix: str, tools: bool = False) -> str:
+    """A public request id. The letter t marks answers that are read for tool calls."""
+    return f"{prefix}-{'t' if tools else ''}{secrets.token_hex(12)}"
+
+
+async def chat(body: ChatBody, caller: Principal, *, endpoint: str = "chat", request_id: str = "") -> Plan:
+    """``POST /v1/chat/completions``.
+
+    Raises:
+        ApiError: the request is wrong, or its prompt can not be prepared now.
+    """
+    _check_model(body.model, caller)
+    _check_stream_options(body.stream, body.stream_options)
+    if body.store:
+        raise invalid("Answers are not stored: store can only be false.", "store", "unsupported_parameter")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs needs logprobs: true.", "top_logprobs", "invalid_value")
+    use = toolkit.resolve(body.tools, body.tool_choice, body.parallel_tool_calls)
+    grammar = structured.constraint(body.response_format, use)
+    messages = prompts.conversation(body.messages)
+    kwargs = dict(body.chat_template_kwargs or {})
+    limits = [x for x in (body.max_tokens, body.max_completion_tokens) if x is not None]
+    maker = await _maker(body, body.model, min(limits) if limits else None, grammar)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    ids = await prompts.in_thread(
+        lambda: prompts.chat_ids(maker.tokenizer, messages, use, maker.prompt_limit, kwargs)
+    )
+    request_id = request_id or new_id("chatcmpl", use is not None)
+    jobs = maker.jobs(request_id, [ids], body.n or 1, logprobs)
+    _check_resumable(body, jobs)
+    return Plan(
+        request_id,
+        body.model,
+        endpoint,
+        maker.tokenizer,
+        jobs,
+        len(ids),
+        stream=bool(body.stream),
+        options=body.stream_options or StreamOptions(),
+        keep=body.n or 1,
+        per_prompt=body.n or 1,
+        show_logprobs=logprobs,
+        tools=use,
+        **_service(body, caller),
+    )
+
+
+async def completion(body: CompletionBody, caller: Principal) -> Plan:
+    """``POST /v1/completions``.
+
+    Raises:
+        ApiError: as :func:`chat`.
+    """
+    _check_model(body.model, caller)
+    _check_stream_options(body.stream, body.stream_options)
+    keep = body.n or 1
+    count = max(keep, body.best_of or keep)
+    _check_completion(body, keep)
+    texts = _split_prompts(body.prompt)
+    if len(texts) * count > MAX_CHOICES:
+        raise invalid(
+            f"{len(texts)} prompts with {count} answers each are more than the {MAX_CHOICES} answers "
+            "that one request may have.",
+            "prompt",
+            "invalid_value",
+        )
+    maker = await _maker(body, body.model, body.max_tokens, structured.constraint(body.response_format, None))
+    prepared = await prompts.in_thread(lambda: [_prepare(maker, text) for text in texts])
+    request_id = new_id("cmpl")
+    shown = body.logprobs
+    ranked = (shown or 0) if count > keep else shown
+    jobs = maker.jobs(request_id, prepared, count, ranked)
+    _check_resumable(body, jobs)
+    echo: list[str] = []
+    if body.echo:
+        echo = await prompts.in_thread(
+            lambda: [
+                text if isinstance(text, str) else maker.tokenizer.decode(ids, skip_special=False)
+                for text, ids in zip(texts, prepared, strict=True)
+            ]
+        )
+    return Plan(
+        request_id,
+        body.model,
+        "completions",
+        maker.tokenizer,
+        jobs,
+        sum(map(len, prepared)),
+        stream=bool(body.stream),
+        options=body.stream_options or StreamOptions(),
+        keep=keep,
+        per_prompt=count,
+        echo=echo,
+        show_logprobs=shown,
+        **_service(body, caller),
+    )
+
+
+async def generate(body: GenerateBody, caller: Principal, *, endpoint: str = "generate") -> Plan:
+    """``POST /generate`` and the WebSocket's ``generate``.
+
+    Raises:
+        ApiError: as :func:`chat`.
+    """
+    model = body.model or deps.config().model_specs()[0].alias
+    _check_model(model, caller)
+    has_prompt, has_messages = body.prompt is not msgspec.UNSET, body.messages is not msgspec.UNSET
+    if has_prompt == has_messages:
+        what = "Give either prompt or messages, not both." if has_prompt else "Missing required parameter: 'prompt'."
+        raise invalid(what, "prompt", "invalid_value" if has_prompt else "missing_required_parameter")
+    maker = await _maker(body, model, body.max_tokens, None)
+    if isinstance(body.prompt, str):
+        text = body.prompt
+        ids = await prompts.in_thread(lambda: prompts.text_ids(maker.tokenizer, text, maker.prompt_limit))
+    else:
+        messages = prompts.conversation(body.messages)  # type: ignore[arg-type]
+        ids = await prompts.in_thread(
+            lambda: prompts.chat_ids(maker.tokenizer, messages, None, maker.prompt_limit, {})
+        )
+    request_id = new_id("gen")
+    return Plan(
+        request_id,
+        model,
+        endpoint,
+        maker.tokenizer,
+        maker.jobs(request_id, [ids], 1, None),
+        len(ids),
+        stream=body.stream is not False,
+        **_service(body, caller),
+    )
+
+
+# --- parts --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Maker:
+    """Turns prompts into jobs with one request's parameters."""
+
+    model: str
+    tokenizer: Tokenizer
+    context: int
+    asked: int | None
+    default: int
+    params: Callable[[int, int], SamplingParams]
+
+    @property
+    def prompt_limit(self) -> int:
+        """Prompt tokens that leave room for one token of answer."""
+        return self.context - 1
+
+    def jobs(self, request_id: str, ids: list[list[int]], count: int, logprobs: int | None) -> list[Job]:
+        single = len(ids) * count == 1
+        out = []
+        for number in range(len(ids) * count):
+            prompt = ids[number // count]
+            params = self.params(self._room(len(prompt)), number)
+            if logprobs is not None:
+                params = msgspec.structs.replace(params, logprobs=logprobs)
+            out.append(Job(request_id if single else f"{request_id}-{number}", self.model, prompt, params))
+        return out
+
+    def _room(self, prompt: int) -> int:
+        left = self.context - prompt
+        if self.asked is None:
+            return min(left, self.default) if self.default else left
+        if self.asked > left:
+            raise invalid(
+                f"The prompt has {prompt} tokens and the answer may have {self.asked}: together "
+                f"{prompt + self.asked} of at most {self.context}. Shorten the prompt, lower max_tokens, "
+                "or leave max_tokens out.",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+        return self.asked
+
+
+async def _maker(body: Sampling, model: str, asked: int | None, grammar: Grammar | None) -> Maker:
+    config = deps.config()
+    cap = config.max_tokens_limit
+    if asked is not None and cap and asked > cap:
+        raise invalid(f"max_tokens is at most {cap} here.", "max_tokens", "invalid_value")
+    tokenizer = await deps.tokenizer(model)
+    context = context_limit(model, tokenizer)
+    _check_ids(body, tokenizer.vocab_size)
+    if grammar is not None:
+        await structured.check(grammar)
+    default = min(filter(None, (config.default_max_tokens, cap)), default=0)
+    least = body.min_tokens or 0
+    if asked is not None and least > asked:
+        raise invalid("min_tokens is more than max_tokens.", "min_tokens", "invalid_value")
+    seed = body.seed if body.seed is not None else secrets.randbelow(SEEDS)
+
+    def params(room: int, number: int) -> SamplingParams:
+        if least > room:
+            raise invalid(f"min_tokens is more than the {room} tokens that are left.", "min_tokens", "invalid_value")
+        return SamplingParams(
+            max_tokens=room,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=max(0, body.top_k or 0),
+            min_p=body.min_p or 0.0,
+            seed=(seed + number) % SEEDS,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=body.logit_bias or {},
+            stop=stops(body.stop),
+            stop_token_ids=body.stop_token_ids or [],
+            ignore_eos=bool(body.ignore_eos),
+            min_tokens=least,
+            grammar=grammar,
+        )
+
+    return Maker(model, tokenizer, context, asked, default, params)
+
+
+def context_limit(model: str, tokenizer: Tokenizer) -> int:
+    """Longest prompt plus answer, tokens: the model's, or less where its workers' cache is smaller."""
+    limit = tokenizer.context_length or MAX_INT
+    served = deps.gateway().models().get(model)
+    if served is not None:
+        limit = min(limit, served.context_length, served.capacity_tokens)
+    return limit
+
+
+def _check_model(model: str, caller: Principal) -> None:
+    if deps.model_spec(model) is None or not caller.may_use(model):
+        raise unknown_model(model)
+
+
+def _check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
+    if options is not None and not stream:
+        raise invalid("stream_options needs stream: true.", "stream_options", "invalid_value")
+
+
+def _check_completion(body: CompletionBody, keep: int) -> None:
+    if body.best_of is not None and body.best_of < keep:
+        raise invalid("best_of is less than n.", "best_of", "invalid_value")
+    if body.best_of is not None and body.best_of > keep and body.stream:
+        raise invalid("The best answers are known at the end only: best_of above n can not be streamed.", "best_of")
+    if body.echo and body.logprobs is not None:
+        raise invalid("Log probabilities of the prompt are not available: echo goes without logprobs.", "echo")
+
+
+def _check_ids(body: Sampling, size: int) -> None:
+    for token_id in body.logit_bias or ():
+        if not 0 <= token_id < size:
+            raise invalid(f"A token id is outside of the vocabulary (0 to {size - 1}).", "logit_bias", "invalid_value")
+    for token_id in body.stop_token_ids or ():
+        if token_id >= size:
+            raise invalid(
+                f"A token id is outside of the vocabulary (0 to {size - 1}).", "stop_token_ids", "invalid_value"
+            )
+
+
+def _check_resumable(body: Sampling, jobs: list[Job]) -> None:
+    if body.resumable and len(jobs) > 1:
+        raise invalid("A resumable request has one answer.", "resumable", "invalid_value")
+
+
+def _service(body: Sampling, caller: Principal) -> dict[str, object]:
+    """Priority, deadline and resumability, within what caller and operator allow."""
+    longest = deps.config().request_timeout
+    if body.timeout is not None and body.timeout > longest:
+        raise invalid(f"timeout is at most {longest:g} seconds here.", "timeout", "invalid_value")
+    if body.priority == "high" and not caller.may("admin"):
+        raise ApiError(
+            403, "Priority high needs a key with the admin scope.", param="priority", code="priority_not_allowed"
+        )
+    return {
+        "priority": body.priority or "normal",
+        "timeout": body.timeout or longest,
+        "resumable": bool(body.resumable),
+    }
+
+
+def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The prompts of a completion request.
+
+    Raises:
+        ApiError: an empty list, or a list of mixed kinds.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid("The list of prompts is empty.", "prompt", "invalid_value")
+    if all(isinstance(x, int) for x in prompt):
+        return [prompt]  # type: ignore[list-item]
+    if all(isinstance(x, str) for x in prompt) or all(isinstance(x, list) for x in prompt):
+        return list(prompt)  # type: ignore[arg-type]
+    raise invalid("A prompt list holds texts, token ids, or lists of token ids, not a mix.", "prompt", "invalid_value")
+
+
+def _prepare(maker: Maker, prompt: str | list[int]) -> list[int]:
+    if isinstance(prompt, str):
+        return prompts.text_ids(maker.tokenizer, prompt, maker.prompt_limit)
+    return prompts.given_ids(maker.tokenizer, prompt, maker.prompt_limit)

@@ -1,0 +1,1 @@
+"""Answers as bytes: one module per wire format, used for streams and plain bodies alike."""

@@ -1,0 +1,37 @@
+"""Parameters of OpenAI's API that are known here and refused by name, with the reason.
+
+``null`` is accepted for each of them, as "absent": clients that send every
+field of their model object would otherwise be turned away for nothing.
+"""
+
+from __future__ import annotations
+
+REFUSED: dict[str, str] = {
+    "audio": "no model here speaks.",
+    "background": "send resumable: true and read /v1/requests/{id}/events.",
+    "context_management": "conversations are sent in full.",
+    "conversation": "conversations are sent in full, or continued with previous_response_id.",
+    "function_call": "it is deprecated; use tool_choice.",
+    "functions": "it is deprecated; use tools.",
+    "include": "there is nothing more to include.",
+    "max_tool_calls": "there are no built-in tools.",
+    "moderation": "answers are not moderated.",
+    "prediction": "predicted outputs are not implemented.",
+    "prompt_cache_options": "the prefix cache works by itself.",
+    "prompt_cache_retention": "the prefix cache works by itself.",
+    "reasoning": "no effort can be set; use chat_template_kwargs where the model's template has a switch.",
+    "reasoning_effort": "no effort can be set; use chat_template_kwargs where the model's template has a switch.",
+    "suffix": "no model here fills in the middle.",
+    "verbosity": "say in the prompt how long the answer should be, or set max_completion_tokens.",
+    "web_search_options": "there is no web search.",
+}
+
+NO_EFFECT: dict[str, str] = {
+    "metadata": "accepted for your own bookkeeping; not stored and not returned, since answers are not stored",
+    "user": "accepted; the API key already says who is asking",
+    "safety_identifier": "accepted; the API key already says who is asking",
+    "prompt_cache_key": "accepted; the prefix cache finds shared prefixes by itself",
+    "store": "false only: answers are not stored",
+    "service_tier": "auto or default only: there is one tier",
+    "modalities": '["text"] only',
+}
