@@ -66,7 +66,7 @@ def _sentinel(url: str, options: dict[str, Any]) -> Redis:
     sentinel_options = {k: options[k] for k in ("socket_timeout", "socket_connect_timeout", "protocol")}
     if "sentinel_password" in query:
         sentinel_options["password"] = query["sentinel_password"][0]
-    sentinel = Sentinel(
+    sentinel = Sentinel(  # type: ignore[no-untyped-call]
         nodes,
         sentinel_kwargs=sentinel_options,
         username=unquote(user) or None,
@@ -75,4 +75,5 @@ def _sentinel(url: str, options: dict[str, Any]) -> Redis:
         ssl=parts.scheme.startswith("rediss"),
         **options,
     )
-    return sentinel.master_for(service)
+    master: Redis = sentinel.master_for(service)
+    return master

@@ -70,7 +70,9 @@ class Subscriber:
             except (RedisError, OSError, TimeoutError) as exc:
                 if self._up.is_set():
                     logger.warning(
-                        "subscription lost (%s), reconnecting", type(exc).__name__, extra={"event": "redis_unsubscribed"}
+                        "subscription lost (%s), reconnecting",
+                        type(exc).__name__,
+                        extra={"event": "redis_unsubscribed"},
                     )
                     backoff = 0.05
             finally:

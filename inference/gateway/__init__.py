@@ -1,0 +1,8 @@
+"""The server's side of a request: submit it, read its stream, and be certain that it ends."""
+
+from inference.gateway.gateway import Gateway
+from inference.gateway.settler import Settler
+from inference.gateway.stream import Detached, RequestEnded, RequestStream, StreamGroup
+from inference.store.records import Submission as RequestSpec
+
+__all__ = ["Detached", "Gateway", "RequestEnded", "RequestSpec", "RequestStream", "Settler", "StreamGroup"]

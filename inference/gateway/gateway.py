@@ -1,0 +1,387 @@
+"""One API process's door to the workers. See ``docs/ARCHITECTURE.md`` for the trace of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from inference.config import Config, host_name
+from inference.errors import NotFound, NotServing, StoreUnavailable, TooLarge, UnknownModel
+from inference.gateway.hub import Hub
+from inference.gateway.presence import Presence
+from inference.gateway.settler import Settler
+from inference.gateway.stream import Detached, RequestEnded, RequestStream
+from inference.lifecycle import Outcome, Reason, State
+from inference.messages import Ending, ModelInfo, PoolBeat, ServerBeat, ServerCommand, WorkerBeat
+from inference.reaper import Reaper
+from inference.redisio import Commander, connect
+from inference.store import AuditReport, Page, RequestStore, RequestView, StoreViews, Submission, audit
+from inference.version import VERSION
+
+logger = logging.getLogger("sluice.gateway")
+
+_SETTLE_WAIT = 2.0
+"""Seconds for which a finished answer waits for Redis before its body ends all the same."""
+
+
+class Gateway:
+    """Submits requests, streams them, and ends every one exactly once.
+
+    ``on_beat`` adds what only the server knows (exchanges, drain) to its
+    heartbeat; ``on_ending`` sees the summary of each request that this process
+    settled; ``on_command`` receives an operator's ``drain`` / ``undrain``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        on_beat: Callable[[], dict[str, Any]] | None = None,
+        on_ending: Callable[[Ending], None] | None = None,
+        on_command: Callable[[str], None] | None = None,
+    ) -> None:
+        self.id = f"s-{secrets.token_hex(5)}"
+        self.config = config
+        self.state = "serving"
+        self._on_beat = on_beat or dict
+        self._on_ending = on_ending or (lambda ending: None)
+        self._on_command = on_command or (lambda verb: None)
+        self._started_ms = int(time.time() * 1000)
+        self._aliases = [s.alias for s in config.model_specs()]
+        dial = lambda: connect(config.redis_url, timeout=config.redis_timeout, client_name=f"sluice-{self.id}")  # noqa: E731
+        self.redis = Commander(dial, name=self.id)
+        self.store = RequestStore(self.redis, config)
+        self.views = StoreViews(self.redis, self.store.keys)
+        self.settler = Settler(self.store, self.id, self._ended)
+        self.presence = Presence(self.store, self.views, self.id, self._beat)
+        self.reaper = Reaper(self.store, self.views, self._ended)
+        self._hub = Hub(self.store, dial, self.id, on_command=self._command)
+        self._started = False
+
+    # -- life of the process ---------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Connect and begin to beat.
+
+        Raises:
+            StoreUnavailable: Redis does not answer.
+        """
+        if self._started:
+            return
+        self._started = True
+        self.redis.start()
+        try:
+            await self.redis.call("PING")
+        except StoreUnavailable:
+            self._started = False
+            await self.redis.stop()
+            raise
+        self.settler.start()
+        self._hub.start()
+        await self._hub.wait_connected()
+        await self.presence.beat()
+        self.presence.start()
+        self.reaper.start()
+        await self.presence.wait_refreshed()
+
+    async def stop(self, timeout: float = 10.0) -> int:
+        """End what is open, wait for the settler, leave. Gives the number of requests left unsettled."""
+        if not self._started:
+            return 0
+        self._started = False
+        await self.end_streams()
+        left = await self.settler.stop(timeout)
+        await self.reaper.stop()
+        await self.presence.stop()
+        await self._hub.stop()
+        try:
+            async with asyncio.timeout(1.0):
+                await self.presence.remove()
+        except (StoreUnavailable, TimeoutError):
+            logger.info("leaving without a word: Redis does not answer")
+        await self.redis.stop()
+        return left
+
+    async def __aenter__(self) -> Gateway:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.stop()
+
+    def set_state(self, state: str) -> None:
+        """The drain state that the heartbeat shows (see :class:`ServerBeat`)."""
+        self.state = state
+
+    async def end_streams(self) -> None:
+        """The last phase of a drain: resumable requests are detached, the others end as shutdown."""
+        for stream in self._hub.streams():
+            if stream.resumable:
+                stream.end(Detached("The server is shutting down; attach again elsewhere.", superseded=False))
+            else:
+                stream.cancel(Reason.SHUTDOWN)
+        await asyncio.sleep(0)
+
+    def open_ids(self) -> list[str]:
+        """Requests that this server streams now."""
+        return [s.id for s in self._hub.streams()]
+
+    def streams(self) -> list[RequestStream]:
+        return self._hub.streams()
+
+    # -- requests --------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def request(self, spec: Submission) -> AsyncIterator[RequestStream]:
+        """Submit a request and stream it; leaving the block, in whatever way, ends it.
+
+        Raises:
+            UnknownModel, NotServing, TooLarge, Overloaded, StoreUnavailable:
+                before anything was stored.
+        """
+        info = self._admit(spec)
+        stream = RequestStream(
+            spec.job.id,
+            spec.job,
+            read_log=self.store.read_log,
+            buffer=self.config.stream_buffer,
+            resumable=spec.resumable,
+        )
+        stream.position = lambda: self.views.position(spec.job.model, spec.job.id)
+        self._hub.add(stream)
+        submitted = self.store.submit(spec, server=self.id, slots=info.slots if info else 0)
+        failure: BaseException | None = None
+        try:
+            stream.created_ms, _ = await submitted
+            stream.admitted = True
+            yield stream
+        except BaseException as exc:
+            failure = exc
+            raise
+        finally:
+            self._hub.remove(stream)
+            accepted = not (submitted.done() and not submitted.cancelled() and _refused(submitted))
+            if accepted:
+                await self._leave(stream, failure, submitted)
+
+    def _admit(self, spec: Submission) -> ModelInfo | None:
+        alias = spec.job.model
+        if alias not in self._aliases:
+            raise UnknownModel(f"There is no model named {alias!r} here.")
+        info = self.presence.models().get(alias)
+        if info is None:
+            if not self.presence.coming(alias):
+                raise NotServing(f"No worker serves {alias!r} at the moment.", retry_after=5.0)
+            return None
+        need = len(spec.job.prompt_ids) + spec.job.params.max_tokens
+        if need > info.capacity_tokens:
+            raise TooLarge(f"Prompt and answer need {need} tokens; at most {info.capacity_tokens} can be served.")
+        return info
+
+    async def _leave(
+        self, stream: RequestStream, failure: BaseException | None, submitted: asyncio.Future[Any] | None
+    ) -> None:
+        after = None if submitted is None or submitted.done() else submitted
+        gone = isinstance(failure, (asyncio.CancelledError, GeneratorExit))
+        if isinstance(failure, RequestEnded) and stream.outcome is None:
+            # Somebody else settled it, or its state is gone; the guard makes this harmless.
+            stream.outcome = failure.outcome
+        grace = None
+        if isinstance(failure, Detached) or (isinstance(stream.ended, Detached) and failure is not None):
+            if stream.ended is not None and getattr(stream.ended, "superseded", False):
+                return
+            grace = self.config.resume_grace
+        elif gone and stream.resumable and stream.finish is None and stream.outcome is None:
+            grace = self.config.resume_grace
+        note = self.settler.put(stream.id, self._outcome(stream, failure), grace=grace, after=after)
+        if not gone:
+            await asyncio.wait([note], timeout=_SETTLE_WAIT)
+
+    @staticmethod
+    def _outcome(stream: RequestStream, failure: BaseException | None) -> Outcome:
+        if stream.outcome is not None:
+            return stream.outcome
+        if stream.finish in ("stop", "length"):
+            return Outcome.finished(stream.finish)
+        if stream.finish is not None:
+            return Outcome.failed(Reason.ENGINE_ERROR)
+        if failure is None or isinstance(failure, (asyncio.CancelledError, GeneratorExit, OSError)):
+            return Outcome.cancelled(Reason.CLIENT_GONE)
+        if isinstance(failure, StoreUnavailable):
+            return Outcome.failed(Reason.STATE_LOST)
+        return Outcome.failed(Reason.ENGINE_ERROR)
+
+    @asynccontextmanager
+    async def attach(self, request_id: str, *, after_seq: int = 0, owner: str = "") -> AsyncIterator[RequestStream]:
+        """Take over the stream of a resumable request after frame ``after_seq``.
+
+        ``owner`` must match unless empty. A request that has ended within the
+        retention time is replayed from its log.
+
+        Raises:
+            NotFound: unknown, not resumable, another owner's, or no longer retained.
+            StoreUnavailable: Redis does not answer.
+        """
+        reader = secrets.token_hex(6)
+        stream = RequestStream(
+            request_id, None, read_log=self.store.read_log, buffer=self.config.stream_buffer, after=after_seq,
+            attached=True, resumable=True, reader=reader,
+        )  # fmt: skip
+        self._hub.add(stream)
+        failure: BaseException | None = None
+        attached: Any = None
+        call = asyncio.ensure_future(self.store.attach(request_id, server=self.id, reader=reader, owner=owner))
+        try:
+            attached = await asyncio.shield(call)
+            if isinstance(attached, str):
+                await self._retained(stream, attached, owner)
+            else:
+                stream.admitted = True
+                stream.job = attached.job
+                stream.phase = "queued" if attached.state == State.QUEUED else "running"
+                stream.attempt = attached.attempt
+                stream.position = lambda: self.views.position(attached.model, request_id)
+            yield stream
+        except BaseException as exc:
+            failure = exc
+            raise
+        finally:
+            self._hub.remove(stream)
+            if not isinstance(attached, str) and not isinstance(failure, NotFound):
+                if attached is None:
+                    await asyncio.wait([call])
+                await self._leave(stream, failure, None)
+
+    async def _retained(self, stream: RequestStream, word: str, owner: str) -> None:
+        ending = await self.store.ending(stream.id) if word == "gone" else None
+        if ending is None or (owner and ending.owner != owner):
+            raise NotFound(f"There is no request {stream.id} to attach to.")
+        stream.outcome = Outcome(State(ending.state), Reason(ending.reason))
+        if ending.state != State.FINISHED:
+            stream.closing = RequestEnded(stream.outcome)
+
+    async def cancel(self, request_id: str, reason: Reason, *, guard: tuple[str, str] | None = None) -> Outcome | None:
+        """End a request of any server. ``None`` where it is not alive (any more); idempotent."""
+        outcome = Outcome.cancelled(reason)
+        # Told like any other server, since the stream may be ours.
+        ending = await self.store.settle(request_id, outcome, guard=guard)
+        if ending is None:
+            return None
+        self._ended(ending)
+        return outcome
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def models(self) -> dict[str, ModelInfo]:
+        """Aliases that ready workers serve now, with their limits."""
+        return self.presence.models()
+
+    def model_known(self, alias: str) -> bool:
+        return alias in self._aliases
+
+    @property
+    def aliases(self) -> list[str]:
+        """Configured aliases, served or not, in order."""
+        return list(self._aliases)
+
+    async def retry_after(self, model: str) -> float:
+        """Seconds until a full queue has probably moved on, from its length and the measured rate."""
+        info = self.models().get(model)
+        if info is None:
+            return 5.0
+        recent = [e for e in await self.views.history(50) if e.model == model and e.claimed_ms]
+        if not recent:
+            return 2.0
+        served = sum(e.ended_ms - e.claimed_ms for e in recent) / len(recent) / 1000
+        depth = await self.views.queue_depth(model)
+        return min(120.0, max(1.0, served * (depth + 1) / max(1, info.slots)))
+
+    async def view(self, request_id: str) -> RequestView | None:
+        """A live request, or ``None``."""
+        return await self.views.view(request_id)
+
+    async def ending(self, request_id: str) -> Ending | None:
+        """The summary of a resumable request that ended lately, or ``None``."""
+        return await self.store.ending(request_id)
+
+    async def list(self, offset: int = 0, limit: int = 100, *, newest_first: bool = True) -> Page:
+        return await self.views.page(offset, limit, newest_first=newest_first)
+
+    async def workers(self) -> builtins.list[WorkerBeat]:
+        return await self.views.workers()
+
+    async def servers(self) -> builtins.list[ServerBeat]:
+        return await self.views.servers()
+
+    async def pools(self) -> builtins.list[PoolBeat]:
+        return await self.views.pools()
+
+    async def history(self, limit: int = 100) -> builtins.list[Ending]:
+        return await self.views.history(limit)
+
+    async def outcomes(self) -> dict[str, int]:
+        return await self.views.outcomes()
+
+    async def audit(self) -> AuditReport:
+        return await audit(self.store)
+
+    async def now_ms(self) -> int:
+        return await self.store.now_ms()
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _beat(self) -> ServerBeat:
+        extra = self._on_beat()
+        return ServerBeat(
+            id=self.id,
+            host=host_name(),
+            pid=os.getpid(),
+            state=extra.pop("state", self.state),
+            exchanges=extra.pop("exchanges", {}),
+            streams=len(self._hub.streams()),
+            unsettled=self.settler.pending,
+            started_ms=self._started_ms,
+            version=VERSION,
+            **extra,
+        )
+
+    def _ended(self, ending: Ending) -> None:
+        level = logging.INFO if ending.state != State.FAILED else logging.ERROR
+        logger.log(
+            level,
+            "request %s ended: %s(%s), %d + %d tokens in %.2f s",
+            ending.id,
+            ending.state,
+            ending.reason,
+            ending.prompt_tokens,
+            ending.generated_tokens,
+            (ending.ended_ms - ending.created_ms) / 1000,
+            extra={
+                "event": "request_ended",
+                "request_id": ending.id,
+                "endpoint": ending.endpoint,
+                "transport": ending.transport,
+                "model": ending.model,
+                "outcome": ending.state,
+                "reason": ending.reason,
+                "attempts": ending.attempts,
+                "ttft_ms": ending.first_token_ms - ending.created_ms if ending.first_token_ms else None,
+            },
+        )
+        self._on_ending(ending)
+
+    def _command(self, message: ServerCommand) -> None:
+        self._on_command(message.verb)
+
+
+def _refused(submitted: asyncio.Future[Any]) -> bool:
+    """Whether the store said no. A lost reply is no refusal: the request may be stored."""
+    error = submitted.exception()
+    return error is not None and not isinstance(error, StoreUnavailable)

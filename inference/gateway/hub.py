@@ -1,0 +1,163 @@
+"""Hands what arrives on a server's channel to the streams that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+from redis.asyncio import Redis
+
+from inference.errors import StoreUnavailable
+from inference.gateway.stream import Detached, RequestEnded, RequestStream
+from inference.lifecycle import Outcome, Reason
+from inference.messages import Claimed, Ended, ServerCommand, Step, Superseded, decode_server_message
+from inference.redisio import Subscriber
+from inference.store.store import RequestStore
+
+logger = logging.getLogger("sluice.hub")
+
+_HELD_PAGE = 500
+
+
+class Hub:
+    """Owns the subscription and the table of open streams of one server.
+
+    Besides the fast path there is a bounded poll: once per ``check_interval``
+    the hub asks the store which of its requests still exist and how long their
+    logs are, so that a lost message costs a second and never a stream.
+    """
+
+    def __init__(
+        self,
+        store: RequestStore,
+        dial: Callable[[], Redis],
+        server: str,
+        *,
+        on_command: Callable[[ServerCommand], None],
+    ) -> None:
+        self._store = store
+        self._server = server
+        self._on_command = on_command
+        self._streams: dict[str, list[RequestStream]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._subscriber = Subscriber(
+            dial,
+            [store.keys.server_channel(server)],
+            self._message,
+            self._resync,
+            timeout=store.config.redis_timeout,
+            name=server,
+        )
+
+    def start(self) -> None:
+        self._subscriber.start()
+        if self._task is None:
+            self._task = asyncio.create_task(self._tick(), name="hub")
+
+    async def wait_connected(self) -> None:
+        await self._subscriber.wait_connected()
+
+    async def stop(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await self._subscriber.stop()
+
+    def add(self, stream: RequestStream) -> None:
+        self._streams.setdefault(stream.id, []).append(stream)
+
+    def remove(self, stream: RequestStream) -> None:
+        readers = self._streams.get(stream.id)
+        if readers and stream in readers:
+            readers.remove(stream)
+            if not readers:
+                del self._streams[stream.id]
+
+    def streams(self) -> list[RequestStream]:
+        return [s for readers in self._streams.values() for s in readers]
+
+    # -- the fast path -----------------------------------------------------------------------------
+
+    def _message(self, channel: str, data: bytes) -> None:
+        try:
+            message = decode_server_message(data)
+        except msgspec.MsgspecError:
+            logger.error("an unreadable message of %d bytes arrived", len(data), extra={"event": "bad_message"})
+            return
+        match message:
+            case Step():
+                for part in message.frames:
+                    for stream in self._streams.get(part.id, ()):
+                        stream.feed(part.attempt, part.frame)
+            case Claimed():
+                for stream in self._streams.get(message.id, ()):
+                    stream.claimed(message.attempt)
+            case Ended():
+                for stream in self._streams.get(message.id, ()):
+                    stream.end(RequestEnded(message.outcome))
+            case Superseded():
+                for stream in self._streams.get(message.id, ()):
+                    if stream.reader != message.reader:
+                        stream.end(Detached("Another reader has taken over this stream.", superseded=True))
+            case ServerCommand():
+                self._on_command(message)
+
+    def _resync(self) -> None:
+        for stream in self.streams():
+            stream.resync()
+
+    # -- the bounded poll --------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        config = self._store.config
+        last_ping = time.monotonic()
+        while True:
+            await asyncio.sleep(config.check_interval)
+            now = time.monotonic()
+            if now - last_ping >= config.ping_interval:
+                last_ping = now
+                for stream in self.streams():
+                    stream.ping()
+            if self._store.redis.outage() > config.redis_outage_limit:
+                self._fail_all()
+                continue
+            try:
+                await self._check()
+            except StoreUnavailable:
+                continue
+
+    async def _check(self) -> None:
+        open_ids = [i for i, readers in self._streams.items() if any(s.admitted for s in readers)]
+        for start in range(0, len(open_ids), _HELD_PAGE):
+            page = open_ids[start : start + _HELD_PAGE]
+            for request_id, length in zip(page, await self._store.held(page, "server", self._server), strict=True):
+                if length >= 0:
+                    for stream in self._streams.get(request_id, ()):
+                        stream.logged(length)
+                else:
+                    await self._missing(request_id)
+
+    async def _missing(self, request_id: str) -> None:
+        """The record is gone or another server's, and the message that said so was lost."""
+        readers = [s for s in self._streams.get(request_id, ()) if s.admitted and s.ended is None and s.finish is None]
+        if not readers:
+            return
+        ending = await self._store.ending(request_id)
+        view = await self._store.redis.call("HGET", self._store.keys.request(request_id), "server")
+        for stream in readers:
+            if stream.admitted and not stream.complete:
+                if view is not None:
+                    stream.end(Detached("Another reader has taken over this stream.", superseded=True))
+                elif ending is not None:
+                    stream.resync()
+                    stream.end(RequestEnded(Outcome.failed(Reason.STATE_LOST)))
+                else:
+                    stream.end(RequestEnded(Outcome.failed(Reason.STATE_LOST)))
+
+    def _fail_all(self) -> None:
+        for stream in self.streams():
+            stream.end(RequestEnded(Outcome.failed(Reason.STATE_LOST), "Redis does not answer."))

@@ -1,0 +1,107 @@
+"""What a server knows of the other processes, refreshed once a second, and what it says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from inference.errors import StoreUnavailable
+from inference.messages import ModelInfo, PoolBeat, ServerBeat, WorkerBeat, encode
+from inference.store.store import RequestStore
+from inference.store.views import StoreViews
+
+logger = logging.getLogger("sluice.presence")
+
+
+class Presence:
+    """Beats for one server and keeps a view of workers and pools."""
+
+    def __init__(self, store: RequestStore, views: StoreViews, server: str, beat: Callable[[], ServerBeat]) -> None:
+        self._store = store
+        self._views = views
+        self._server = server
+        self._beat = beat
+        self._task: asyncio.Task[None] | None = None
+        self._refreshed = asyncio.Event()
+        self.workers: list[WorkerBeat] = []
+        self.pools: list[PoolBeat] = []
+
+    def start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="presence")
+
+    async def wait_refreshed(self) -> None:
+        """Until the view is one that began after this call."""
+        self._refreshed.clear()
+        await self._refreshed.wait()
+
+    async def stop(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def remove(self) -> None:
+        """Take this server out of the index, once nothing names it any more."""
+        k = self._store.keys
+        await self._store.redis.call("DEL", k.server_beat(self._server))
+        if not await self._store.redis.call("EXISTS", k.of_server(self._server)):
+            await self._store.redis.call("SREM", k.servers, self._server)
+
+    async def beat(self) -> None:
+        k, config = self._store.keys, self._store.config
+        await asyncio.gather(
+            self._store.redis.call(
+                "SET", k.server_beat(self._server), encode(self._beat()), "PX", round(config.heartbeat_ttl * 1000)
+            ),
+            self._store.redis.call("SADD", k.servers, self._server),
+        )
+
+    async def _run(self) -> None:
+        interval = self._store.config.heartbeat_interval
+        while True:
+            try:
+                await self.beat()
+                workers, pools = await asyncio.gather(self._views.workers(), self._views.pools())
+                self.workers, self.pools = workers, pools
+                self._refreshed.set()
+            except StoreUnavailable:
+                logger.debug("no heartbeat: Redis does not answer", extra={"event": "beat_missed"})
+            # A shorter wait while nothing serves: a client waits for the first worker.
+            await asyncio.sleep(interval if self.workers else interval / 4)
+
+    def models(self) -> dict[str, ModelInfo]:
+        """What is really being served, by alias: limits of the weakest worker, slots of all."""
+        served: dict[str, ModelInfo] = {}
+        for worker in self.workers:
+            if worker.state != "ready":
+                continue
+            for info in worker.models:
+                known = served.get(info.alias)
+                if known is None:
+                    served[info.alias] = info
+                else:
+                    served[info.alias] = ModelInfo(
+                        alias=info.alias,
+                        engine=info.engine,
+                        context_length=min(known.context_length, info.context_length),
+                        capacity_tokens=min(known.capacity_tokens, info.capacity_tokens),
+                        slots=known.slots + info.slots,
+                        kind=info.kind,
+                    )
+        return served
+
+    def coming(self, alias: str) -> bool:
+        """Whether a pool is bringing up a worker for the alias."""
+        return any(alias in p.models and p.starting and not p.draining for p in self.pools) or any(
+            w.state == "starting" and alias in (m.alias for m in w.models) for w in self.workers
+        )
+
+    def tokens_per_second(self, alias: str) -> float:
+        """Measured decode rate of all workers of an alias, tokens per second; 0 where unknown."""
+        rate = 0.0
+        for worker in self.workers:
+            if any(m.alias == alias for m in worker.models) and worker.stats.step_seconds > 0:
+                rate += worker.stats.generated_tokens / worker.stats.step_seconds
+        return rate

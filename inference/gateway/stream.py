@@ -1,0 +1,266 @@
+"""One reader's view of one request: frames in order, from the fast path or from the log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from inference.errors import SluiceError
+from inference.lifecycle import Outcome, Reason, State
+from inference.messages import Frame, Job, decode_frame
+
+_LOG_PAGE = 256
+
+_SENTENCES = {
+    Reason.USER: "The request was cancelled.",
+    Reason.ADMIN: "The request was cancelled by an operator.",
+    Reason.DEADLINE: "The request did not finish within its time limit.",
+    Reason.SHUTDOWN: "The server is shutting down.",
+    Reason.CLIENT_GONE: "The request was given up because its client went away.",
+    Reason.WORKER_LOST: "The worker generating this answer was lost and it could not be continued.",
+    Reason.STATE_LOST: "The state of this request was lost.",
+    Reason.ENGINE_ERROR: "The engine failed on this request.",
+}
+
+
+class RequestEnded(SluiceError):
+    """The request was ended by somebody other than its reader; ``outcome`` says how."""
+
+    def __init__(self, outcome: Outcome, message: str = "") -> None:
+        super().__init__(message or _SENTENCES.get(outcome.reason, str(outcome)))
+        self.outcome = outcome
+
+
+class Detached(SluiceError):
+    """This reader is done although the request goes on: re-attach to it.
+
+    ``superseded`` tells a newer reader (true) from a server that shuts down (false).
+    """
+
+    def __init__(self, message: str, *, superseded: bool) -> None:
+        super().__init__(message)
+        self.superseded = superseded
+
+
+class RequestStream:
+    """Frames of one request, in order, each exactly once.
+
+    Attributes:
+        id: the request's id.
+        phase: ``queued`` or ``running``.
+        attempt: how often a worker has claimed it.
+        outcome: what leaving the context will settle; set it to override what
+            the stream concludes from its last frame.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        job: Job | None,
+        *,
+        read_log: Callable[[str, int, int], Awaitable[Sequence[bytes]]],
+        buffer: int,
+        after: int = 0,
+        attached: bool = False,
+        resumable: bool = False,
+        reader: str = "",
+    ) -> None:
+        self.id = request_id
+        self.job = job
+        self.resumable = resumable
+        self.reader = reader
+        self.phase = "queued"
+        self.attempt = 0
+        self.outcome: Outcome | None = None
+        self.created_ms = 0
+        self.tokens = 0
+        self.finish: str | None = None
+        self.admitted = False
+        """Whether the store is known to hold it; only then does the periodic check judge it."""
+        self.closing: SluiceError | None = None
+        """Raised once everything logged was delivered (a retained request that ended early)."""
+        self.position: Callable[[], Awaitable[int | None]] | None = None
+        self._read_log = read_log
+        self._buffer = buffer
+        self._frames: deque[Frame] = deque()
+        self._received = after
+        self._behind = attached
+        self._ended: SluiceError | None = None
+        self._ping = False
+        self._event = asyncio.Event()
+        self._group: asyncio.Event | None = None
+
+    # -- called by the hub; never blocks ---------------------------------------------------------
+
+    def feed(self, attempt: int, raw: Any) -> None:
+        """Take one encoded frame of the fast path."""
+        if attempt < self.attempt:
+            return
+        frame = decode_frame(raw)
+        if frame.seq <= self._received:
+            return
+        if frame.seq == self._received + 1 and not self._behind and len(self._frames) < self._buffer:
+            self._take(frame)
+        else:
+            # A gap, or a reader too slow to keep up: what is missing stays in the log.
+            self._behind = True
+        self._notify()
+
+    def claimed(self, attempt: int) -> None:
+        self.phase = "running"
+        self.attempt = max(self.attempt, attempt)
+
+    def logged(self, length: int) -> None:
+        """Learn from the periodic check how long the log is: covers a lost message."""
+        if length > self._received and not self._frames:
+            self._behind = True
+            self._notify()
+
+    def resync(self) -> None:
+        """The fast path was interrupted: read on from the log."""
+        if self.admitted and self.finish is None:
+            self._behind = True
+            self._notify()
+
+    def end(self, error: SluiceError) -> None:
+        """Somebody else settled it, or the reader was replaced. The first one counts."""
+        if self._ended is None:
+            self._ended = error
+            self._notify()
+
+    def ping(self) -> None:
+        """Ask the reader for a sign of life, unless it has something to say anyway."""
+        if not self._frames and not self._behind:
+            self._ping = True
+            self._notify()
+
+    # -- called by the reader --------------------------------------------------------------------
+
+    @property
+    def received(self) -> int:
+        """Sequence number of the last frame taken from the log or the fast path."""
+        return self._received
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last frame has arrived, delivered or not."""
+        return self.finish is not None or bool(self._frames and self._frames[-1].finish is not None)
+
+    @property
+    def ended(self) -> SluiceError | None:
+        return self._ended
+
+    def cancel(self, reason: Reason) -> None:
+        """End the request from another task of this process; the reader gets :class:`RequestEnded`."""
+        outcome = Outcome.cancelled(reason)
+        if self.outcome is None:
+            self.outcome = outcome
+        self.end(RequestEnded(outcome))
+
+    async def queue_position(self) -> int | None:
+        """Place in the queue, 0 first; ``None`` where it is not waiting."""
+        return None if self.position is None or self.phase != "queued" else await self.position()
+
+    async def next(self) -> list[Frame]:
+        """All frames available now, waiting for the first; ``[]`` asks for a ping.
+
+        Raises:
+            RequestEnded: settled by somebody else.
+            Detached: the request goes on without this reader.
+            StoreUnavailable: Redis failed while the log was read.
+        """
+        while True:
+            ready = await self._ready()
+            if ready is not None:
+                return ready
+            self._event.clear()
+            await self._event.wait()
+
+    async def _ready(self) -> list[Frame] | None:
+        if not self._frames and self._behind:
+            await self._catch_up()
+        if self._frames:
+            frames = list(self._frames)
+            self._frames.clear()
+            self._ping = False
+            return self._deliver(frames)
+        if self._ended is not None:
+            raise self._ended
+        if self.closing is not None:
+            raise self.closing
+        if self._ping:
+            self._ping = False
+            return []
+        return None
+
+    def _deliver(self, frames: list[Frame]) -> list[Frame]:
+        last = frames[-1]
+        if last.finish is not None and ":" in last.finish:
+            # The log's closing entry of a request that ended early (see settle.lua).
+            state, _, reason = last.finish.partition(":")
+            outcome = Outcome(State(state), Reason(reason))
+            if len(frames) == 1:
+                raise RequestEnded(outcome)
+            self.end(RequestEnded(outcome))
+            return frames[:-1]
+        self.finish = last.finish
+        return frames
+
+    def _take(self, frame: Frame) -> None:
+        self._frames.append(frame)
+        self._received = frame.seq
+        self.tokens += len(frame.ids)
+        self.phase = "running"
+
+    async def _catch_up(self) -> None:
+        self._behind = False
+        raw = await self._read_log(self.id, self._received, _LOG_PAGE)
+        for entry in raw:
+            self._take(decode_frame(entry))
+        if len(raw) == _LOG_PAGE:
+            self._behind = True
+
+    def _notify(self) -> None:
+        self._event.set()
+        if self._group is not None:
+            self._group.set()
+
+
+class StreamGroup:
+    """Several streams read as one, for requests with more than one choice."""
+
+    def __init__(self, streams: Sequence[RequestStream]) -> None:
+        self.streams = list(streams)
+        self._event = asyncio.Event()
+        self._open = dict(enumerate(self.streams))
+        for stream in self.streams:
+            stream._group = self._event
+
+    async def next(self) -> list[tuple[int, list[Frame]]]:
+        """(index, frames) of every stream that has some; ``[]`` asks for a ping.
+
+        A stream leaves the group with its last frame. Raises as
+        :meth:`RequestStream.next`, for the first stream that fails.
+        """
+        while True:
+            self._event.clear()
+            ready: list[tuple[int, list[Frame]]] = []
+            ping = False
+            for index, stream in list(self._open.items()):
+                frames = await stream._ready()
+                if frames:
+                    ready.append((index, frames))
+                    if frames[-1].finish is not None:
+                        del self._open[index]
+                elif frames is not None:
+                    ping = True
+            if ready or ping or not self._open:
+                return ready
+            await self._event.wait()
+
+    @property
+    def done(self) -> bool:
+        """Whether every stream has delivered its last frame."""
+        return not self._open

@@ -1,0 +1,51 @@
+"""Which devices a pool uses. Never imports torch: the choice must stand before torch looks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+from inference.errors import ConfigError
+
+_DEVICE = re.compile(r"cpu|cuda:\d+(\+cuda:\d+)*")
+
+
+def parse_devices(text: str) -> list[str]:
+    """``auto``, ``cpu`` or ``cuda:0,cuda:1``; ``cuda:0+cuda:1`` is one worker over two devices.
+
+    Raises:
+        ConfigError: a name that is none of these.
+    """
+    if text.strip() == "auto":
+        return [f"cuda:{i}" for i in range(cuda_count())] or ["cpu"]
+    devices = [d.strip() for d in text.split(",") if d.strip()]
+    for device in devices:
+        if not _DEVICE.fullmatch(device):
+            raise ConfigError(f"--devices: {device!r} is none of auto, cpu, cuda:<n>, cuda:<n>+cuda:<m>")
+    if not devices:
+        raise ConfigError("--devices is empty; use auto")
+    return devices
+
+
+def cuda_count() -> int:
+    """CUDA devices this process may use, by ``CUDA_VISIBLE_DEVICES`` or the driver's own tool."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([v for v in visible.split(",") if v.strip() and v.strip() != "-1"])
+    try:
+        listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def environment(device: str) -> dict[str, str]:
+    """Variables that show a worker its device and no other, and the name it has there."""
+    if device == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": "", "SLUICE_WORKER_DEVICE": "cpu"}
+    numbers = [part.removeprefix("cuda:") for part in device.split("+")]
+    outer = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
+    shown = [outer[int(n)] if int(n) < len(outer) else n for n in numbers]
+    inner = "+".join(f"cuda:{i}" for i in range(len(shown)))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(shown), "SLUICE_WORKER_DEVICE": inner}

@@ -1,0 +1,155 @@
+"""What the store takes and gives: typed records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from inference.messages import Job
+
+
+class Submission(msgspec.Struct, frozen=True):
+    """A request as the API hands it over. ``timeout`` in seconds from acceptance."""
+
+    job: Job
+    endpoint: str
+    transport: str
+    owner: str
+    client: str = ""
+    priority: str = "normal"
+    timeout: float = 600.0
+    resumable: bool = False
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """A request that a worker has taken, with the encoded frames it already has."""
+
+    id: str
+    attempt: int
+    job: Job
+    server: str
+    log: list[bytes]
+
+
+class Attached(msgspec.Struct, frozen=True):
+    """A stream taken over by this server."""
+
+    id: str
+    state: str
+    model: str
+    endpoint: str
+    owner: str
+    attempt: int
+    prompt_tokens: int
+    job: Job
+
+
+class RequestView(msgspec.Struct, frozen=True):
+    """A request as operators see it. Times are ms of the Redis clock, 0 where not reached.
+
+    Attributes:
+        phase: ``queued``, ``prefill``, ``decode``, ``finishing`` (its last token
+            is logged), or ``detached`` (nobody reads it now).
+        position: place in the queue, 0 first, ``None`` unless queued.
+        orphaned: the server or worker it names has no heartbeat (a reaper takes
+            it within seconds).
+    """
+
+    id: str
+    state: str
+    phase: str
+    model: str
+    endpoint: str
+    transport: str
+    owner: str
+    client: str
+    server: str
+    worker: str
+    attempt: int
+    priority: str
+    resumable: bool
+    created_ms: int
+    claimed_ms: int
+    first_token_ms: int
+    last_token_ms: int
+    deadline_ms: int
+    prompt_tokens: int
+    max_tokens: int
+    generated_tokens: int
+    position: int | None = None
+    orphaned: bool = False
+
+
+class Page(msgspec.Struct, frozen=True):
+    """A slice of the live requests; ``total`` counts all of them."""
+
+    total: int
+    items: list[RequestView]
+
+
+FIELDS = [
+    "state",
+    "model",
+    "endpoint",
+    "transport",
+    "owner",
+    "client",
+    "server",
+    "worker",
+    "attempt",
+    "class",
+    "resumable",
+    "created",
+    "claimed",
+    "first",
+    "last",
+    "deadline",
+    "prompt_tokens",
+    "max_tokens",
+    "tokens",
+    "finish",
+]
+_CLASSES = ["high", "normal", "low"]
+
+
+def view_from(request_id: str, values: list[bytes | None], position: int | None, orphaned: bool) -> RequestView:
+    """Build a view from the values of :data:`FIELDS`."""
+    rec: dict[str, Any] = {k: (v.decode() if v is not None else "") for k, v in zip(FIELDS, values, strict=True)}
+
+    def number(name: str) -> int:
+        return int(float(rec[name] or 0))
+
+    if rec["state"] == "queued":
+        phase = "queued"
+    elif rec["finish"]:
+        phase = "finishing"
+    elif not rec["server"]:
+        phase = "detached"
+    else:
+        phase = "decode" if number("tokens") else "prefill"
+    return RequestView(
+        id=request_id,
+        state=rec["state"],
+        phase=phase,
+        model=rec["model"],
+        endpoint=rec["endpoint"],
+        transport=rec["transport"],
+        owner=rec["owner"],
+        client=rec["client"],
+        server=rec["server"],
+        worker=rec["worker"],
+        attempt=number("attempt"),
+        priority=_CLASSES[min(number("class"), 2)],
+        resumable=rec["resumable"] == "1",
+        created_ms=number("created"),
+        claimed_ms=number("claimed"),
+        first_token_ms=number("first"),
+        last_token_ms=number("last"),
+        deadline_ms=number("deadline"),
+        prompt_tokens=number("prompt_tokens"),
+        max_tokens=number("max_tokens"),
+        generated_tokens=number("tokens"),
+        position=position,
+        orphaned=orphaned,
+    )

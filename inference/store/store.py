@@ -1,0 +1,218 @@
+"""The request store: every change to the state of a request, as typed operations."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from inference.config import Config
+from inference.errors import Overloaded
+from inference.keys import PRIORITIES, Keys
+from inference.lifecycle import Outcome
+from inference.messages import Ending, decode_ending, decode_job, encode
+from inference.redisio import Commander, Script
+from inference.store.records import Attached, Claim, Submission
+
+_LUA = Path(__file__).parent / "lua"
+SUBMIT, CLAIM, APPEND, SETTLE, REQUEUE, DETACH, ATTACH, HELD = (
+    Script(_LUA / f"{name}.lua")
+    for name in ("submit", "claim", "append", "settle", "requeue", "detach", "attach", "held")
+)
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+class Append:
+    """One frame on its way into the log; ``server`` is where the worker believes it is read."""
+
+    __slots__ = ("attempt", "finish", "frame", "id", "seq", "server", "tokens")
+
+    def __init__(self, id: str, attempt: int, seq: int, frame: bytes, tokens: int, finish: str, server: str) -> None:
+        self.id = id
+        self.attempt = attempt
+        self.seq = seq
+        self.frame = frame
+        self.tokens = tokens
+        self.finish = finish
+        self.server = server
+
+
+class RequestStore:
+    """Operations of servers, workers, supervisors and reapers.
+
+    Every method raises :class:`~inference.errors.StoreUnavailable` where Redis
+    does not answer; all of them may then be repeated.
+    """
+
+    def __init__(self, commander: Commander, config: Config) -> None:
+        self.redis = commander
+        self.config = config
+        self.keys = Keys(config.redis_prefix)
+
+    # -- servers -------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission, *, server: str, slots: int) -> asyncio.Future[tuple[int, int]]:
+        """Queue a request. The future gives its acceptance time (ms) and queue position.
+
+        ``slots`` is what the workers of the model run at once; the queue takes
+        ``max_queued`` beyond that. The command is on its way when this returns.
+
+        Raises (from the future):
+            Overloaded: the queue is full; nothing was stored.
+        """
+        job, k = submission.job, self.keys
+        fields = {
+            "model": job.model,
+            "endpoint": submission.endpoint,
+            "transport": submission.transport,
+            "owner": submission.owner,
+            "client": submission.client,
+            "resumable": int(submission.resumable),
+            "prompt_tokens": len(job.prompt_ids),
+            "max_tokens": job.params.max_tokens,
+            "job": encode(job),
+        }
+        reply = self.redis.script(
+            SUBMIT,
+            [k.request(job.id), k.queue(job.model), k.running(job.model), k.fair(job.model), k.live, k.deadlines,
+             k.of_server(server)],
+            [job.id, slots + self.config.max_queued, PRIORITIES[submission.priority], submission.owner,
+             _ms(submission.timeout), server, k.wake_channel(job.model), *(x for kv in fields.items() for x in kv)],
+        )  # fmt: skip
+        result: asyncio.Future[tuple[int, int]] = reply.get_loop().create_future()
+        reply.add_done_callback(lambda done: _submitted(done, result))
+        return result
+
+    async def settle(
+        self,
+        request_id: str,
+        outcome: Outcome,
+        *,
+        server: str = "",
+        guard: tuple[str, str] | None = None,
+    ) -> Ending | None:
+        """End a request. Exactly one caller gets the summary; all others get ``None``.
+
+        ``guard`` names a field of the record that must have a value, so that a
+        reaper never ends what a living process has taken over meanwhile.
+        """
+        k = self.keys
+        field, value = guard or ("", "")
+        reply = await self.redis.script(
+            SETTLE,
+            [k.request(request_id), k.log(request_id), k.end(request_id), k.live, k.deadlines, k.detached, k.history,
+             k.outcomes],
+            [request_id, outcome.state, outcome.reason, k.prefix, _ms(self.config.log_retention),
+             self.config.history_size, server, field, value],
+        )  # fmt: skip
+        return None if reply is None else decode_ending(reply)
+
+    async def detach(self, request_id: str, *, server: str, grace: float) -> tuple[str, str]:
+        """Let go of a resumable request. Gives (``detached`` | ``finished`` | ``fixed`` | ``gone``, finish)."""
+        k = self.keys
+        reply = await self.redis.script(
+            DETACH, [k.request(request_id), k.detached], [request_id, server, k.prefix, _ms(grace)]
+        )
+        return reply[0].decode(), reply[1].decode()
+
+    async def attach(self, request_id: str, *, server: str, reader: str, owner: str = "") -> Attached | str:
+        """Take over a stream, or say why not: ``gone``, ``fixed`` (not resumable), ``foreign``."""
+        k = self.keys
+        reply = await self.redis.script(
+            ATTACH,
+            [k.request(request_id), k.detached, k.of_server(server)],
+            [request_id, server, reader, k.prefix, owner],
+        )
+        word = reply[0].decode()
+        if word != "ok":
+            return str(word)
+        state, model, endpoint, of, attempt, prompt = (x.decode() for x in reply[1:7])
+        return Attached(request_id, state, model, endpoint, of, int(attempt), int(prompt), decode_job(reply[7]))
+
+    async def read_log(self, request_id: str, after: int, limit: int) -> list[bytes]:
+        """Encoded frames with sequence numbers above ``after``, at most ``limit``."""
+        reply = await self.redis.call("LRANGE", self.keys.log(request_id), after, after + limit - 1)
+        return list(reply)
+
+    async def ending(self, request_id: str) -> Ending | None:
+        """The summary of a resumable request that ended within the retention time."""
+        reply = await self.redis.call("GET", self.keys.end(request_id))
+        return None if reply is None else decode_ending(reply)
+
+    async def held(self, ids: Sequence[str], field: str, value: str) -> list[int]:
+        """For each id the length of its log, -1 where its record's ``field`` is not ``value``."""
+        if not ids:
+            return []
+        names = [key for i in ids for key in (self.keys.request(i), self.keys.log(i))]
+        return list(await self.redis.script(HELD, names, [field, value]))
+
+    # -- workers -------------------------------------------------------------------------------
+
+    async def claim(self, model: str, worker: str, count: int) -> list[Claim]:
+        """Take up to ``count`` queued requests of a model."""
+        k = self.keys
+        reply = await self.redis.script(
+            CLAIM, [k.queue(model), k.running(model), k.fair(model), k.of_worker(worker)], [worker, count, k.prefix]
+        )
+        return [Claim(i.decode(), attempt, decode_job(job), srv.decode(), log) for i, attempt, job, srv, log in reply]
+
+    async def append(
+        self, worker: str, frames: Sequence[Append], payloads: Sequence[tuple[str, bytes]]
+    ) -> list[tuple[int, str, str]]:
+        """Log one step and publish it, in one round trip. Gives the exceptions (see ``append.lua``)."""
+        names = [key for f in frames for key in (self.keys.request(f.id), self.keys.log(f.id))]
+        args: list[Any] = [worker, self.keys.prefix, len(frames)]
+        for f in frames:
+            args += (f.id, f.attempt, f.seq, f.frame, f.tokens, f.finish, f.server)
+        for server, payload in payloads:
+            args += (server, payload)
+        odd = await self.redis.script(APPEND, names, args)
+        return [(odd[i], odd[i + 1].decode(), odd[i + 2].decode()) for i in range(0, len(odd), 3)]
+
+    async def publish_to_server(self, server: str, payload: bytes) -> None:
+        await self.redis.call("PUBLISH", self.keys.server_channel(server), payload)
+
+    async def requeue(self, request_id: str, *, worker: str, lost: bool) -> str:
+        """Take a request from a worker: ``requeued``, ``exhausted``, ``finished`` or ``gone``."""
+        k = self.keys
+        reply = await self.redis.script(
+            REQUEUE,
+            [k.request(request_id)],
+            [request_id, worker, k.prefix, self.config.max_attempts, "1" if lost else "0"],
+        )
+        return str(reply.decode())
+
+    # -- operators -----------------------------------------------------------------------------
+
+    async def tell_worker(self, worker: str, payload: bytes) -> int:
+        """Send an encoded WorkerMessage; gives how many processes heard it."""
+        return int(await self.redis.call("PUBLISH", self.keys.worker_channel(worker), payload))
+
+    async def tell_server(self, server: str, payload: bytes) -> int:
+        """Send an encoded ServerMessage; gives how many processes heard it."""
+        return int(await self.redis.call("PUBLISH", self.keys.server_channel(server), payload))
+
+    async def now_ms(self) -> int:
+        seconds, micros = await self.redis.call("TIME")
+        return int(seconds) * 1000 + int(micros) // 1000
+
+
+def _submitted(reply: asyncio.Future[Any], result: asyncio.Future[tuple[int, int]]) -> None:
+    if result.done():
+        return
+    if reply.cancelled():
+        result.cancel()
+    elif (error := reply.exception()) is not None:
+        result.set_exception(error)
+        result.exception()
+    else:
+        word, first, second = reply.result()
+        if word == b"ok":
+            result.set_result((first, second))
+        else:
+            result.set_exception(Overloaded(f"the queue is full ({first} waiting, {second} running)"))
+            result.exception()

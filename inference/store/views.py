@@ -1,0 +1,113 @@
+"""Reading side of the store: lists for operators, heartbeats, history. Never KEYS, always paged."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from inference.keys import Keys
+from inference.messages import (
+    Ending,
+    PoolBeat,
+    ServerBeat,
+    WorkerBeat,
+    decode_ending,
+    decode_pool_beat,
+    decode_server_beat,
+    decode_worker_beat,
+)
+from inference.redisio import Commander
+from inference.store.records import FIELDS, Page, RequestView, view_from
+
+
+class StoreViews:
+    """Queries over live requests and processes; each costs a fixed number of round trips."""
+
+    def __init__(self, commander: Commander, keys: Keys) -> None:
+        self.redis = commander
+        self.keys = keys
+
+    async def workers(self) -> list[WorkerBeat]:
+        """Workers with a heartbeat."""
+        return [decode_worker_beat(b) for b in await self._beats(self.keys.workers, self.keys.worker_beat)]
+
+    async def servers(self) -> list[ServerBeat]:
+        """Servers with a heartbeat."""
+        return [decode_server_beat(b) for b in await self._beats(self.keys.servers, self.keys.server_beat)]
+
+    async def pools(self) -> list[PoolBeat]:
+        """Pool supervisors with a heartbeat."""
+        return [decode_pool_beat(b) for b in await self._beats(self.keys.pools, self.keys.pool_beat)]
+
+    async def alive(self, kind: str) -> tuple[set[str], set[str]]:
+        """(alive, dead) ids of ``servers``, ``workers`` or ``pools``."""
+        index = getattr(self.keys, kind)
+        beat = {"servers": self.keys.server_beat, "workers": self.keys.worker_beat, "pools": self.keys.pool_beat}[kind]
+        ids = sorted(m.decode() for m in await self.redis.call("SMEMBERS", index))
+        if not ids:
+            return set(), set()
+        values = await self.redis.call("MGET", *(beat(i) for i in ids))
+        alive = {i for i, v in zip(ids, values, strict=True) if v is not None}
+        return alive, set(ids) - alive
+
+    async def count(self) -> int:
+        """Live requests."""
+        return int(await self.redis.call("ZCARD", self.keys.live))
+
+    async def queue_depth(self, model: str) -> int:
+        return int(await self.redis.call("ZCARD", self.keys.queue(model)))
+
+    async def position(self, model: str, request_id: str) -> int | None:
+        """Place in the queue, 0 first; ``None`` where it is not queued."""
+        rank = await self.redis.call("ZRANK", self.keys.queue(model), request_id)
+        return None if rank is None else int(rank)
+
+    async def page(self, offset: int = 0, limit: int = 100, *, newest_first: bool = True) -> Page:
+        """A page of live requests by age."""
+        command = "ZREVRANGE" if newest_first else "ZRANGE"
+        total, ids = await asyncio.gather(
+            self.redis.call("ZCARD", self.keys.live),
+            self.redis.call(command, self.keys.live, offset, offset + limit - 1),
+        )
+        return Page(int(total), await self.views([i.decode() for i in ids]))
+
+    async def view(self, request_id: str) -> RequestView | None:
+        found = await self.views([request_id])
+        return found[0] if found else None
+
+    async def views(self, ids: list[str]) -> list[RequestView]:
+        """Views of those ids that are alive, in order."""
+        if not ids:
+            return []
+        (servers, _), (workers, _), *records = await asyncio.gather(
+            self.alive("servers"),
+            self.alive("workers"),
+            *(self.redis.call("HMGET", self.keys.request(i), *FIELDS) for i in ids),
+        )
+        queued = [i for i, r in zip(ids, records, strict=True) if r[0] == b"queued"]
+        models = {i: r[1].decode() for i, r in zip(ids, records, strict=True) if r[0] is not None}
+        ranks = await asyncio.gather(*(self.position(models[i], i) for i in queued))
+        position = dict(zip(queued, ranks, strict=True))
+        views = []
+        for i, record in zip(ids, records, strict=True):
+            if record[0] is None:
+                continue
+            server, worker = (record[FIELDS.index(f)].decode() for f in ("server", "worker"))
+            orphaned = bool((server and server not in servers) or (worker and worker not in workers))
+            views.append(view_from(i, record, position.get(i), orphaned))
+        return views
+
+    async def history(self, limit: int = 100) -> list[Ending]:
+        """Latest endings, newest first."""
+        return [decode_ending(e) for e in await self.redis.call("LRANGE", self.keys.history, 0, limit - 1)]
+
+    async def outcomes(self) -> dict[str, int]:
+        """Endings since the store was created, by ``state:reason``."""
+        counts: dict[bytes, bytes] = await self.redis.call("HGETALL", self.keys.outcomes)
+        return {k.decode(): int(v) for k, v in counts.items()}
+
+    async def _beats(self, index: str, beat: Any) -> list[bytes]:
+        ids = sorted(m.decode() for m in await self.redis.call("SMEMBERS", index))
+        if not ids:
+            return []
+        return [v for v in await self.redis.call("MGET", *(beat(i) for i in ids)) if v is not None]

@@ -1,0 +1,3 @@
+"""The version that heartbeats carry."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,163 @@
+"""The worker process: ``python -m inference.worker.process``, started by the supervisor.
+
+Order matters here. The kernel is told first that this process must not outlive
+its parent, the signal handlers come next, and only then is anything slow
+imported. The device was chosen by the parent, in the environment, before torch
+could look at it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import logging
+import os
+import resource
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inference.worker.worker import Worker
+
+logger = logging.getLogger("sluice.worker")
+
+FATAL = 70
+"""Exit status after an engine failure."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends, however that happens (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(FATAL)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, bytes."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as f:
+            return int(f.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def device_bytes() -> int:
+    """Memory that torch holds on its CUDA device, bytes; 0 without one."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.memory_reserved())
+
+
+class _Process:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.stop = asyncio.Event()
+        self.drain_timeout: float = args.drain_timeout
+        self.worker: Worker | None = None
+        self.signals = 0
+
+    def on_signal(self) -> None:
+        self.signals += 1
+        if self.signals > 1:
+            self.drain_timeout = 0.0
+            self.hurry.set()
+        self.stop.set()
+
+    def tell_parent(self, word: bytes) -> None:
+        try:
+            os.write(self.args.status_fd, word)
+        except OSError:
+            os._exit(FATAL)
+
+    async def main(self) -> int:
+        loop = asyncio.get_running_loop()
+        self.hurry = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.on_signal)
+        from inference.config import Config
+        from inference.worker.worker import Worker
+
+        config = Config.from_env()
+        worker = self.worker = Worker(
+            self.args.id,
+            config,
+            pool=self.args.pool,
+            device=self.args.device,
+            aliases=self.args.models.split(","),
+            restarts=self.args.restarts,
+            on_beat=lambda: self.tell_parent(b"."),
+            on_fatal=self.fatal,
+        )
+        worker.on_command = lambda verb: self.on_signal()  # type: ignore[method-assign]
+        await worker.start()
+        loading = asyncio.create_task(self.load(worker, config), name="load")
+        stopping = asyncio.create_task(self.stop.wait(), name="stop")
+        await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            os._exit(0)  # nothing is held yet, and loading cannot be interrupted politely
+        await worker.serve(loading.result())
+        self.tell_parent(b"r")
+        logger.info("worker %s is ready on %s", worker.id, self.args.device, extra={"event": "worker_ready"})
+        await stopping
+        await self.drain(worker)
+        await worker.stop()
+        return 0
+
+    async def drain(self, worker: Worker) -> None:
+        drain = asyncio.create_task(worker.drain(self.drain_timeout))
+        hurry = asyncio.create_task(self.hurry.wait())
+        await asyncio.wait([drain, hurry], return_when=asyncio.FIRST_COMPLETED)
+        if not drain.done():
+            drain.cancel()
+            await asyncio.gather(drain, return_exceptions=True)
+            await worker.drain(0.0)
+        hurry.cancel()
+
+    async def load(self, worker: Worker, config: Any) -> Any:
+        from inference.engine.factory import make_engine, make_tokenizer
+        from inference.worker.worker import Served
+
+        specs = {s.alias: s for s in config.model_specs()}
+        served = {}
+        for alias in self.args.models.split(","):
+            engine = make_engine(specs[alias], self.args.device, config)
+            info = await engine.load(worker.sink(alias), worker.died)
+            tokenizer = await asyncio.to_thread(make_tokenizer, specs[alias], config)
+            served[alias] = Served(engine, info, tokenizer)
+        return served
+
+    def fatal(self, error: BaseException) -> None:
+        logging.shutdown()
+        os._exit(FATAL)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; see :mod:`inference.pool.supervisor` for the caller."""
+    parser = argparse.ArgumentParser(prog="sluice-worker", description=__doc__)
+    for name in ("--id", "--pool", "--device", "--models"):
+        parser.add_argument(name, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--status-fd", type=int, required=True)
+    parser.add_argument("--restarts", type=int, default=0)
+    parser.add_argument("--drain-timeout", type=float, default=30.0)
+    args = parser.parse_args(argv)
+    die_with_parent(args.parent)
+    from inference.errors import SluiceError
+    from inference.logs import configure
+
+    configure(f"worker {args.id}")
+    try:
+        return asyncio.run(_Process(args).main())
+    except SluiceError as exc:
+        logger.critical("worker %s cannot start: %s", args.id, exc, extra={"event": "worker_failed"})
+        return FATAL
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

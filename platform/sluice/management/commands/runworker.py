@@ -1,0 +1,66 @@
+"""``manage.py runworker``: a pool of worker processes, one engine and one device each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from argparse import ArgumentParser
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+
+from inference.config import Config
+from inference.errors import SluiceError
+from inference.logs import configure
+from inference.pool import Supervisor, parse_devices
+
+
+class Command(BaseCommand):
+    """Takes the place of the Channels command of the same name."""
+
+    help = (
+        "Run a pool of workers until SIGTERM or Ctrl-C. Each worker is a process of its own with one engine on "
+        "one device; a worker that dies is replaced and its requests continue. Pools on several hosts share the "
+        "queue. SIGTERM finishes what runs (or hands it to other workers at the drain deadline)."
+    )
+    requires_system_checks: list[str] = []
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("--devices", help="auto (default), cpu, or for instance cuda:0,cuda:1")
+        parser.add_argument("--workers-per-device", type=int, metavar="N", help="processes per device (default 1)")
+        parser.add_argument("--models", metavar="ALIAS,...", help="serve only these of SLUICE_MODELS")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        try:
+            config, models = self._config(options)
+            devices = parse_devices(config.devices)
+            configure("pool")
+            status = asyncio.run(_run(config, devices, models))
+        except SluiceError as exc:
+            raise CommandError(str(exc)) from exc
+        if status:
+            raise SystemExit(status)
+
+    @staticmethod
+    def _config(options: dict[str, Any]) -> tuple[Config, list[str]]:
+        given = {k: options[k] for k in ("devices", "workers_per_device") if options.get(k) is not None}
+        config = Config.from_env(**given)
+        if not config.redis_url:
+            raise CommandError("REDIS_URL is not set; a pool needs the Redis that its servers use")
+        known = [s.alias for s in config.model_specs()]
+        models = [m for m in (options.get("models") or "").split(",") if m] or known
+        for alias in models:
+            if alias not in known:
+                raise CommandError(f"--models: {alias!r} is not in SLUICE_MODELS ({', '.join(known)})")
+        # Workers read their settings from the environment, as this process did.
+        os.environ["SLUICE_DEVICES"] = config.devices
+        return config, models
+
+
+async def _run(config: Config, devices: list[str], models: list[str]) -> int:
+    supervisor = Supervisor(config, devices, models=models)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.drain)
+    return await supervisor.run()

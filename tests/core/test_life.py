@@ -1,0 +1,212 @@
+"""The life of a request through gateway, Redis and worker; every test ends with the audit."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from inference.errors import NotServing, Overloaded, TooLarge, UnknownModel
+from inference.gateway import Detached, RequestEnded, StreamGroup
+from inference.lifecycle import Outcome, Reason
+from tests.core.conftest import Deploy, job, read, spec
+from tests.support import eventually
+
+
+async def test_a_stream_ends_and_leaves_nothing(deploy: Deploy) -> None:
+    deployment = deploy()
+    gateway, _ = await deployment.both()
+    async with gateway.request(spec(12)) as stream:
+        frames = await read(stream)
+    assert [f.seq for f in frames] == list(range(1, len(frames) + 1))
+    assert sum(len(f.ids) for f in frames) == 12
+    assert frames[-1].finish == "length"
+    assert await gateway.views.count() == 0, "settled before the block is left"
+    await deployment.clean(gateway)
+    (ending,) = deployment.endings
+    assert (ending.state, ending.reason, ending.generated_tokens) == ("finished", "length", 12)
+    assert 0 < ending.created_ms <= ending.claimed_ms <= ending.first_token_ms <= ending.ended_ms
+
+
+async def test_a_reader_that_leaves_early_cancels(deploy: Deploy) -> None:
+    deployment = deploy()
+    gateway, worker = await deployment.both()
+    async with gateway.request(spec(4000)) as stream:
+        await stream.next()
+    await eventually(lambda: deployment.endings)
+    assert deployment.endings[0].reason == "client_gone"
+    await deployment.clean(gateway)
+
+
+async def test_a_cancelled_task_settles_and_aborts_once(deploy: Deploy) -> None:
+    deployment = deploy()
+    gateway, worker = await deployment.both()
+    started = asyncio.Event()
+
+    async def serve() -> None:
+        async with gateway.request(spec(4000)) as stream:
+            while True:
+                await stream.next()
+                started.set()
+
+    task = asyncio.create_task(serve())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await deployment.clean(gateway)
+    assert [e.reason for e in deployment.endings] == ["client_gone"]
+
+
+async def test_cancelled_while_the_submit_is_under_way(deploy: Deploy) -> None:
+    """Without the settler's ``after`` the record would be stored after it was settled."""
+    deployment = deploy()
+    gateway, _ = await deployment.both()
+
+    async def serve() -> None:
+        async with gateway.request(spec(4000)) as stream:
+            await stream.next()
+
+    for turns in range(6):
+        task = asyncio.create_task(serve())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await gateway.settler.wait_empty()
+    await deployment.clean(gateway)
+
+
+async def test_refusals_store_nothing(deploy: Deploy) -> None:
+    deployment = deploy(models="scripted=scripted:rate=5,slots=1,context=100", max_queued=1)
+    gateway, _ = await deployment.both()
+    async with gateway.request(spec(50)) as first:
+        await first.next()
+        async with gateway.request(spec(50)):
+            with pytest.raises(Overloaded):
+                async with gateway.request(spec(50)):
+                    pass
+    with pytest.raises(TooLarge):
+        async with gateway.request(spec(1000)):
+            pass
+    with pytest.raises(UnknownModel):
+        async with gateway.request(spec(5).__class__(job(5, model="nope"), "chat", "sse", "o")):
+            pass
+    await deployment.clean(gateway)
+
+
+async def test_no_worker_is_said_at_once(deploy: Deploy) -> None:
+    deployment = deploy()
+    gateway = await deployment.gateway()
+    with pytest.raises(NotServing):
+        async with gateway.request(spec(5)):
+            pass
+
+
+async def test_admin_cancel_reaches_the_reader(deploy: Deploy) -> None:
+    deployment = deploy()
+    gateway, _ = await deployment.both()
+    with pytest.raises(RequestEnded) as caught:
+        async with gateway.request(spec(4000)) as stream:
+            await stream.next()
+            assert await gateway.cancel(stream.id, Reason.ADMIN) == Outcome.cancelled(Reason.ADMIN)
+            assert await gateway.cancel(stream.id, Reason.ADMIN) is None
+            while True:
+                await stream.next()
+    assert caught.value.outcome.reason is Reason.ADMIN
+    await deployment.clean(gateway)
+    assert len(deployment.endings) == 1
+
+
+async def test_deadline(deploy: Deploy) -> None:
+    deployment = deploy()
+    gateway, _ = await deployment.both()
+    with pytest.raises(RequestEnded) as caught:
+        async with gateway.request(spec(4000, timeout=0.3)) as stream:
+            while True:
+                await stream.next()
+    assert caught.value.outcome.reason is Reason.DEADLINE
+    await deployment.clean(gateway)
+
+
+async def test_a_group_reads_several_streams(deploy: Deploy) -> None:
+    deployment = deploy()
+    gateway, _ = await deployment.both()
+    counts = [0, 0]
+    async with gateway.request(spec(3)) as a, gateway.request(spec(9)) as b:
+        group = StreamGroup([a, b])
+        while not group.done:
+            for index, frames in await group.next():
+                counts[index] += sum(len(f.ids) for f in frames)
+    assert counts == [3, 9]
+    await deployment.clean(gateway)
+
+
+async def test_a_slow_reader_reads_on_from_the_log(deploy: Deploy) -> None:
+    deployment = deploy(models="scripted=scripted:rate=0", stream_buffer=4)
+    gateway, _ = await deployment.both()
+    async with gateway.request(spec(300)) as stream:
+        await eventually(lambda: gateway.views.view(stream.id), what="stored")
+
+        async def all_logged() -> bool:
+            return await gateway.redis.call("LLEN", gateway.store.keys.log(stream.id)) > 20
+
+        await eventually(all_logged)
+        frames = await read(stream)
+    assert sum(len(f.ids) for f in frames) == 300
+    assert [f.seq for f in frames] == list(range(1, len(frames) + 1))
+    await deployment.clean(gateway)
+
+
+async def test_resume_on_another_server(deploy: Deploy) -> None:
+    deployment = deploy(models="scripted=scripted:rate=100")
+    gateway, _ = await deployment.both()
+    other = await deployment.gateway()
+    plain = spec(60)
+    async with gateway.request(plain) as stream:
+        whole = [i for f in await read(stream) for i in f.ids]
+
+    again = spec(60, resumable=True)
+    seen: list[int] = []
+    last = 0
+
+    async def first_reader() -> None:
+        nonlocal last
+        async with gateway.request(again) as stream:
+            while True:
+                for frame in await stream.next():
+                    seen.extend(frame.ids)
+                    last = frame.seq
+
+    task = asyncio.create_task(first_reader())
+    await eventually(lambda: last >= 5)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    async with other.attach(again.job.id, after_seq=last, owner="key:test") as stream:
+        seen += [i for f in await read(stream) for i in f.ids]
+    assert seen == whole
+    await deployment.clean(gateway)
+
+
+async def test_the_older_reader_is_told(deploy: Deploy) -> None:
+    deployment = deploy(models="scripted=scripted:rate=100")
+    gateway, _ = await deployment.both()
+    wanted = spec(100, resumable=True)
+    told = asyncio.Event()
+
+    async def older() -> None:
+        with pytest.raises(Detached) as caught:
+            async with gateway.request(wanted) as stream:
+                while True:
+                    await stream.next()
+        assert caught.value.superseded
+        told.set()
+
+    task = asyncio.create_task(older())
+    await eventually(lambda: gateway.views.view(wanted.job.id))
+    async with gateway.attach(wanted.job.id, owner="key:test") as stream:
+        await asyncio.wait_for(told.wait(), 5)
+        frames = await read(stream)
+    assert sum(len(f.ids) for f in frames) == 100
+    await task
+    await deployment.clean(gateway)
