@@ -16,10 +16,22 @@ def main():
             sys.path.insert(0, folder)
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "sluice.settings")
     try:
+        from django.conf import settings
+        from django.core.exceptions import ImproperlyConfigured
         from django.core.management import execute_from_command_line
     except ImportError:
         sys.exit("Django is not installed for this Python; run 'make install' and use .venv/bin/python.")
-    execute_from_command_line(sys.argv)
+    from inference.errors import SluiceError
+
+    try:
+        settings.DEBUG  # noqa: B018 - reads the settings now: Django would report a bad one as "unknown command"
+        execute_from_command_line(sys.argv)
+    except (SluiceError, ImproperlyConfigured) as exc:
+        if "--traceback" in sys.argv:
+            raise
+        sys.exit(f"error: {exc}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

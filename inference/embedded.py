@@ -15,7 +15,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,24 +23,12 @@ from typing import IO
 
 import redis
 
+from inference.children import spawn
 from inference.errors import ConfigError
 
 PREFIX = "sluice-valkey-"
 _POLL = 0.01
 _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux and 104 on macOS
-
-# Asks the kernel for a signal when the parent goes (Linux only), then becomes the server.
-# A preexec_fn would do the same, but may deadlock in a process that has threads.
-_LAUNCHER = """
-import os, sys
-parent, argv = int(sys.argv[1]), sys.argv[2:]
-if sys.platform == "linux":
-    import ctypes
-    ctypes.CDLL(None).prctl(1, 15)
-    if os.getppid() != parent:
-        sys.exit(1)
-os.execv(argv[0], argv)
-"""
 
 
 class EmbeddedValkey:
@@ -175,15 +162,7 @@ class EmbeddedValkey:
         command += ["--maxmemory-policy", "noeviction", "--daemonize", "no", "--loglevel", "warning"]
         try:
             with open(self._folder / "valkey.log", "wb") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[self._lock.fileno()],
-                    # A Ctrl-C reaches the whole foreground group; Valkey must outlive the drain.
-                    start_new_session=True,
-                )
+                self._process = spawn(command, output=log, pass_fds=[self._lock.fileno()])
         except OSError as exc:
             self.stop()
             raise ConfigError(f"the embedded Valkey server cannot be started: {exc}; {_MEND}") from exc
@@ -197,9 +176,7 @@ class EmbeddedValkey:
                 f"the embedded Valkey server ended at once with code {code}: {self._last_words()}; {_MEND}"
             )
         if time.monotonic() > deadline:
-            raise ConfigError(
-                f"the embedded Valkey server did not answer within {self.start_timeout:g} s; {_MEND}"
-            )
+            raise ConfigError(f"the embedded Valkey server did not answer within {self.start_timeout:g} s; {_MEND}")
 
     def _answers(self) -> bool:
         if not self._socket.exists():

@@ -74,7 +74,7 @@ def install(dev: bool) -> None:
         code = quiet.wait()
     if code:
         sys.exit(
-            f"error: pip could not install {file} (its own message stands above); mend that and run make again"
+            f"error: pip could not install {file} (its message stands above); mend that and run make again"
         )
     (VENV / "stamp-runtime").write_text(digest(RUNTIME))
     if dev:

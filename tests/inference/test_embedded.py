@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -31,6 +32,15 @@ time.sleep(60)
 
 def folder_of(url: str) -> Path:
     return Path(url.removeprefix("unix://")).parent
+
+
+@pytest.fixture(autouse=True)
+def own_base(monkeypatch):
+    """A short temporary folder of this test's own: other servers on this machine clean up, too."""
+    with tempfile.TemporaryDirectory(prefix="ve-", dir="/tmp") as base:
+        monkeypatch.setenv("TMPDIR", base)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(base)
 
 
 def test_serves_on_a_private_socket_and_keeps_nothing_on_disk():
@@ -110,15 +120,14 @@ def test_leaves_the_folders_of_running_servers_alone():
             assert client.ping()
 
 
-def test_a_binary_that_does_not_start_is_reported_in_one_line(monkeypatch, tmp_path):
+def test_a_binary_that_does_not_start_is_reported_in_one_line(monkeypatch, tmp_path, own_base):
     broken = tmp_path / "valkey-server"
     broken.write_text("#!/bin/sh\necho 'no memory today'; exit 3\n")
     broken.chmod(0o755)
     monkeypatch.setattr(embedded, "find_binary", lambda: str(broken))
-    before = set(embedded._base().glob(f"{embedded.PREFIX}*"))
     with pytest.raises(ConfigError, match=r"code 3: no memory today; set REDIS_URL"):
         EmbeddedValkey().start()
-    assert set(embedded._base().glob(f"{embedded.PREFIX}*")) <= before
+    assert list(own_base.iterdir()) == []
 
 
 def test_a_server_that_never_answers_is_given_up_and_killed(monkeypatch, tmp_path):
