@@ -41,7 +41,7 @@ def make_tokenizer(spec: ModelSpec, config: Config) -> Tokenizer:
     """The tokenizer of ``spec``, for validation, prompts and text; takes a fraction of a second.
 
     For an ``openai`` model it only estimates: see
-    :class:`inference.engine.openai_upstream.EstimatingTokenizer`.
+    :class:`inference.engine.openai_tokenizer.EstimatingTokenizer`.
 
     Raises:
         ConfigError: the target's options are malformed.
@@ -52,7 +52,7 @@ def make_tokenizer(spec: ModelSpec, config: Config) -> Tokenizer:
 
         return scripted.tokenizer_for(spec.target)
     if spec.engine == "openai":
-        from inference.engine.openai_upstream import EstimatingTokenizer
+        from inference.engine.openai_tokenizer import EstimatingTokenizer
 
         return EstimatingTokenizer(context_length=config.context_length)
     from inference.models.registry import resolve
