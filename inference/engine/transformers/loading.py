@@ -1,0 +1,107 @@
+"""Loads a model folder for continuous batching."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from inference.config import Config
+from inference.errors import ModelUnavailable
+
+
+class Loaded(NamedTuple):
+    """A model in memory and what the engine must know of it.
+
+    ``tokenizer`` is ``None`` where the folder holds none; only grammars need it.
+    """
+
+    model: Any
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    vocab_size: int
+    context_length: int
+
+
+def load_model(folder: str, device: torch.device, config: Config) -> Loaded:
+    """Read weights and tokenizer from a folder (or a hub name). Blocks, for minutes with a large model.
+
+    Raises:
+        ModelUnavailable: files missing, corrupt or of an unknown kind.
+    """
+    path = Path(folder)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelUnavailable(f"{path.name}: no config.json in the model folder; fetch the model again")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    common = {"local_files_only": path.is_dir(), "trust_remote_code": config.trust_remote_code}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=model_dtype(config.dtype, device), attn_implementation="sdpa", **common
+        )
+        model = model.to(device).eval()
+    except Exception as error:  # the library raises anything; all of it means "unusable"
+        raise ModelUnavailable(f"{path.name}: {_first_line(error)}") from error
+    model.requires_grad_(False)
+    text_config = model.config.get_text_config()
+    longest = int(getattr(text_config, "max_position_embeddings", 0) or 0)
+    wanted = config.context_length
+    tokenizer = _load_tokenizer(folder, common)
+    return Loaded(
+        model=model,
+        tokenizer=tokenizer,
+        eos_ids=_eos_ids(model, tokenizer),
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        context_length=min(wanted, longest) if wanted and longest else wanted or longest or 4096,
+    )
+
+
+def model_dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 on an accelerator and float32 on a CPU.
+
+    On a CPU float32 keeps an answer the same alone, in a batch and after a
+    fail-over; bfloat16 rounds so coarsely that near-ties depend on the batch.
+    """
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def set_cpu_threads(config: Config) -> None:
+    """Share the cores between the workers of this host, unless OMP_NUM_THREADS decides."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // config.workers_per_device))
+
+
+def greedy_config() -> GenerationConfig:
+    """Arg max over what the sampler leaves; every limit is set per request."""
+    return GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1)
+
+
+def _load_tokenizer(folder: str, common: dict[str, Any]) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder, **common)
+    except Exception:  # noqa: BLE001 - optional: a request with a grammar gets an error of its own
+        return None
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    ids: set[int] = set()
+    for owner in (model.generation_config, model.config.get_text_config(), tokenizer):
+        value = getattr(owner, "eos_token_id", None)
+        if isinstance(value, int):
+            ids.add(value)
+        elif value:
+            ids.update(int(i) for i in value)
+    return frozenset(i for i in ids if i >= 0)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__
