@@ -283,6 +283,11 @@ class Gateway:
         """Aliases that ready workers serve now, with their limits."""
         return self.presence.models()
 
+    @property
+    def healthy(self) -> bool:
+        """Whether Redis answered last time it was asked."""
+        return self._started and self.redis.down_since is None
+
     def model_known(self, alias: str) -> bool:
         return alias in self._aliases
 
