@@ -78,6 +78,7 @@ OWN = [
 LISTED_IN = [
     ("apps.api.routing", ("http_routes", "websocket_routes")),
     ("apps.chat.routing", ("http_routes", "websocket_routes")),
+    ("apps.inflight.routing", ("http_routes",)),
 ]
 
 

@@ -38,6 +38,11 @@ TEXT_THREADS = 2
 #: After a failed lazy start, how long the next exchanges go without another try, seconds.
 RETRY_START = 2.0
 
+#: The :class:`sluice.server.server.SluiceServer` of ``manage.py serve``; ``None`` under other servers.
+server: Any = None
+#: Where an operator's ``drain`` and ``undrain`` go; set by ``manage.py serve``.
+on_command: Callable[[str], None] | None = None
+
 _config: Config | None = None
 _gateway: Any = None
 _started = False
@@ -79,6 +84,11 @@ def beat() -> dict[str, Any]:
     }
 
 
+def _command(verb: str) -> None:
+    if on_command is not None:
+        on_command(verb)
+
+
 async def start(core: Config | None = None) -> None:
     """Start the gateway in the running loop. Harmless when it is started already.
 
@@ -92,7 +102,7 @@ async def start(core: Config | None = None) -> None:
 
     if core is not None:
         _config = core
-    candidate = Gateway(config(), on_beat=beat)
+    candidate = Gateway(config(), on_beat=beat, on_command=_command)
     await candidate.start()
     _gateway = candidate
     _started = True

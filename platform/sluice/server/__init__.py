@@ -1,0 +1,1 @@
+"""The ASGI server: Daphne's, with back-pressure, limits and a drain."""

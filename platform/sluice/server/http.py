@@ -1,0 +1,266 @@
+"""HTTP/1.1 connections: Daphne's request on a channel with limits, deadlines and a write gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daphne.http_protocol import HTTPFactory, WebRequest
+from twisted.internet import reactor
+from twisted.internet.protocol import Protocol
+from twisted.web import http
+
+from sluice.consumers.errors import error_body
+from sluice.server import sockets
+from sluice.server.gate import WriteGate
+
+#: How long a refused client may go on sending what nobody reads, so that it gets to read the refusal.
+LINGER = 2.0
+
+
+class SluiceRequest(WebRequest):
+    """One HTTP exchange on a connection."""
+
+    def __init__(self, channel: Any, queued: Any = False) -> None:
+        # Forms are for Django to parse: Twisted would do it here, on the event loop, for every body.
+        super().__init__(channel, queued, parsePOSTFormSubmission=False)
+        self.gate = WriteGate()
+        self._received = 0
+
+    def handleContentChunk(self, data: bytes) -> None:
+        self._received += len(data)
+        if self._received > self.server.config.max_body_bytes:
+            self.channel.refuse_body()
+        elif not self.channel.refused:
+            super().handleContentChunk(data)
+
+    def handle_reply(self, message: Any) -> None:
+        if self.finished or self.channel is None:
+            return
+        starting = message.get("type") == "http.response.start" and not self._response_started
+        super().handle_reply(message)
+        if starting:
+            self.registerProducer(self.gate, True)
+            if self.server.status.leaving:
+                self.responseHeaders.setRawHeaders(b"connection", [b"close"])
+            values = self.responseHeaders.getRawHeaders(b"connection") or []
+            if any(value.lower() == b"close" for value in values):
+                self.channel.persistent = 0
+
+    def finish(self) -> None:
+        if self.producer is not None and self.channel is not None:
+            self.unregisterProducer()
+        self.gate.stopProducing()
+        super().finish()
+
+    def connectionLost(self, reason: Any) -> None:
+        self.gate.stopProducing()
+        super().connectionLost(reason)
+
+    def application_ended(self, exc: BaseException | None) -> None:
+        """The application has returned. What it left open, no one will finish: 500, or cut the connection."""
+        if self.finished or self.channel is None:
+            return
+        if self._response_started:
+            self.abort()
+        else:
+            self.basic_error(500, b"Internal Server Error", "Internal server error.")
+
+    def abort(self) -> None:
+        """Cut the connection, dropping what is unsent."""
+        if self.channel is not None:
+            self.channel.transport.abortConnection()
+
+    def basic_error(self, status: int, status_text: bytes, body: str) -> None:
+        """Daphne's own errors, as JSON like all others."""
+        if self._response_started or self.channel is None:
+            return
+        content = error_body(body, status=status, code=status_text.decode("ascii").lower().replace(" ", "_"))
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(content)).encode()),
+            (b"connection", b"close"),
+        ]
+        self.handle_reply({"type": "http.response.start", "status": status, "headers": headers})
+        self.handle_reply({"type": "http.response.body", "body": content})
+
+
+class SluiceChannel(http.HTTPChannel):
+    """One HTTP connection.
+
+    The headers of a request, and again its body, must be complete within
+    ``read_timeout``, however busily the client trickles; both have a size limit,
+    checked before anything is kept.
+    """
+
+    factory: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused = False
+        self.busy = False
+        self._deadline: Any = None
+        self._head_bytes = 0
+
+    # --- life -------------------------------------------------------------------------
+
+    def connectionMade(self) -> None:
+        self.server = self.factory.server
+        config = self.server.config
+        self.totalHeadersSize = 2 * config.max_header_bytes  # ours answers first, with 431
+        self.maxHeaders = config.max_headers
+        self.transport.bufferSize = config.high_water_bytes
+        if hasattr(self.transport, "socket"):
+            sockets.tune(self.transport.socket, config.dead_peer_timeout)
+        super().connectionMade()
+        self.server.opened(self.transport, self)
+
+    def connectionLost(self, reason: Any) -> None:
+        self._stop_clock()
+        self.server.closed(self.transport)
+        super().connectionLost(reason)
+
+    @property
+    def idle(self) -> bool:
+        """No request is being received or answered."""
+        return not self.busy and not self.requests and self._deadline is None
+
+    def close_if_idle(self) -> None:
+        """Close a keep-alive connection, unless a request has just come in on it."""
+        if self.idle and not sockets.has_unread(self.transport.socket):
+            self.loseConnection()
+
+    # --- receiving --------------------------------------------------------------------
+
+    def dataReceived(self, data: bytes) -> None:
+        if self.refused:
+            return
+        if not self.busy:
+            self._start_clock()
+        super().dataReceived(data)
+
+    def lineReceived(self, line: bytes) -> None:
+        if self.refused:
+            return
+        self._start_clock()
+        self._head_bytes += len(line) + 2
+        if self._head_bytes > self.server.config.max_header_bytes:
+            self._refuse_head()
+            return
+        super().lineReceived(line)
+
+    def lineLengthExceeded(self, line: bytes) -> None:
+        self._refuse_head()
+
+    def rawDataReceived(self, data: bytes) -> None:
+        if not self.refused:
+            super().rawDataReceived(data)
+
+    def headerReceived(self, line: bytes) -> bool:
+        if self.refused:
+            return False
+        if self._receivedHeaderCount >= self.maxHeaders:
+            self._refuse_head()
+            return False
+        return super().headerReceived(line)
+
+    def allHeadersReceived(self) -> None:
+        self._stop_clock()
+        if self.length is not None and self.length > self.server.config.max_body_bytes:
+            self.refuse_body()
+            return
+        super().allHeadersReceived()
+        if self.length != 0:
+            self._start_clock()
+
+    def allContentReceived(self) -> None:
+        if self.refused:
+            return
+        self._stop_clock()
+        self._head_bytes = 0
+        self.busy = True
+        super().allContentReceived()
+
+    def requestDone(self, request: Any) -> None:
+        self.busy = False
+        super().requestDone(request)
+
+    # --- refusing ---------------------------------------------------------------------
+
+    def refuse_body(self) -> None:
+        limit = self.server.config.max_body_bytes
+        self._refuse(413, b"Content Too Large", f"The body is larger than {limit} bytes.", "body_too_large")
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, b"Request Header Fields Too Large", "The headers are too large.", "headers_too_large")
+
+    def _too_slow(self) -> None:
+        self._deadline = None
+        seconds = self.server.config.read_timeout
+        self._refuse(408, b"Request Timeout", f"The request did not arrive within {seconds:g} s.", "read_timeout")
+
+    def _refuse(self, status: int, reason: bytes, message: str, code: str) -> None:
+        """Answer before the request is complete, and close without losing the answer.
+
+        Closing at once while the client still sends would reset the connection and
+        often destroy the answer on its way; so only our side is closed first.
+        """
+        if self.refused:
+            return
+        self.refused = True
+        self._stop_clock()
+        self.setTimeout(None)
+        self.server.refusals[code] += 1
+        self.transport.write(raw_response(status, reason, error_body(message, status=status, code=code)))
+        if hasattr(self.transport, "loseWriteConnection"):
+            self.transport.loseWriteConnection()
+        transport = self.transport
+        reactor.callLater(LINGER, transport.abortConnection)
+
+    def _start_clock(self) -> None:
+        if self._deadline is None and not self.busy and not self.refused:
+            self._deadline = reactor.callLater(self.server.config.read_timeout, self._too_slow)
+
+    def _stop_clock(self) -> None:
+        call, self._deadline = self._deadline, None
+        if call is not None and call.active():
+            call.cancel()
+
+
+class SluiceHTTPFactory(HTTPFactory):
+    """Builds channels, up to the limit of connections."""
+
+    protocol = SluiceChannel
+
+    def __init__(self, server: Any) -> None:
+        super().__init__(server)
+        self.timeOut = server.config.idle_timeout
+
+    def buildProtocol(self, addr: Any) -> Any:
+        if len(self.server.transports) >= self.server.config.max_connections:
+            self.server.refusals["too_many_connections"] += 1
+            return _Full()
+        channel = super().buildProtocol(addr)
+        channel.requestFactory = SluiceRequest
+        return channel
+
+
+class _Full(Protocol):
+    """Says that there are too many connections, and closes."""
+
+    def connectionMade(self) -> None:
+        body = error_body("Too many connections.", status=503, code="too_many_connections")
+        self.transport.write(raw_response(503, b"Service Unavailable", body, retry_after=1))
+        self.transport.loseConnection()
+
+
+def raw_response(status: int, reason: bytes, body: bytes, retry_after: int | None = None) -> bytes:
+    """A whole JSON response that closes the connection."""
+    lines = [
+        b"HTTP/1.1 %d %s" % (status, reason),
+        b"Content-Type: application/json",
+        b"Content-Length: %d" % len(body),
+        b"Connection: close",
+    ]
+    if retry_after is not None:
+        lines.append(b"Retry-After: %d" % retry_after)
+    return b"\r\n".join([*lines, b"", body])
