@@ -44,5 +44,5 @@ def configure(who: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(os.environ.get("SLUICE_LOG_LEVEL", "INFO").upper())
-    for noisy in ("httpx", "urllib3", "transformers", "filelock"):
+    for noisy in ("httpx", "urllib3", "transformers", "filelock", "ContinuousBatchingLogger"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -50,7 +50,7 @@ class Child:
         env = {**os.environ, **device_env, "PYTHONUNBUFFERED": "1"}
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "inference.worker.process",
+                sys.executable, "-m", "inference.worker",
                 "--id", self.id, "--pool", self._pool, "--device", device_env["SLUICE_WORKER_DEVICE"],
                 "--models", ",".join(self._models), "--parent", str(os.getpid()), "--status-fd", str(write_fd),
                 "--restarts", str(self._restarts), "--drain-timeout", str(self._config.drain_timeout),

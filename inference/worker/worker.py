@@ -31,8 +31,8 @@ from inference.store.records import Claim
 from inference.text import TokenBytes
 from inference.version import VERSION
 from inference.worker.outbox import Outbox
-from inference.worker.process import device_bytes, resident_bytes
 from inference.worker.sequence import Sequence
+from inference.worker.usage import device_bytes, resident_bytes
 
 logger = logging.getLogger("sluice.worker")
 
@@ -49,7 +49,7 @@ class Served:
 
 
 class Worker:
-    """Runs in the worker process's event loop; see ``process.py`` for the process itself.
+    """Runs in the worker process's event loop; see ``__main__.py`` for the process itself.
 
     ``on_beat`` is called with every heartbeat (the supervisor's watchdog
     listens to it); ``on_fatal`` when the process must end.

@@ -1,4 +1,4 @@
-"""The worker process: ``python -m inference.worker.process``, started by the supervisor.
+"""The worker process: ``python -m inference.worker``, started by the supervisor.
 
 Order matters here. The kernel is told first that this process must not outlive
 its parent, the signal handlers come next, and only then is anything slow
@@ -13,7 +13,6 @@ import asyncio
 import ctypes
 import logging
 import os
-import resource
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -35,23 +34,6 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(FATAL)
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process, bytes."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as f:
-            return int(f.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def device_bytes() -> int:
-    """Memory that torch holds on its CUDA device, bytes; 0 without one."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return 0
-    return int(torch.cuda.memory_reserved())
 
 
 class _Process:
