@@ -35,7 +35,7 @@ def folder_of(url: str) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_base(monkeypatch):
+def own_base(monkeypatch, tmp_path):
     """A short temporary folder of this test's own: other servers on this machine clean up, too."""
     with tempfile.TemporaryDirectory(prefix="ve-", dir="/tmp") as base:
         monkeypatch.setenv("TMPDIR", base)
