@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 from inference.config import Config, host_name
 from inference.errors import NotFound, NotServing, StoreUnavailable, TooLarge, UnknownModel
@@ -19,7 +19,16 @@ from inference.gateway.presence import Presence
 from inference.gateway.settler import Settler
 from inference.gateway.stream import Detached, RequestEnded, RequestStream
 from inference.lifecycle import Outcome, Reason, State
-from inference.messages import Ending, ModelInfo, PoolBeat, ServerBeat, ServerCommand, WorkerBeat
+from inference.messages import (
+    Ending,
+    ModelInfo,
+    PoolBeat,
+    ServerBeat,
+    ServerCommand,
+    WorkerBeat,
+    WorkerCommand,
+    encode,
+)
 from inference.reaper import Reaper
 from inference.redisio import Commander, connect
 from inference.store import AuditReport, Page, RequestStore, RequestView, StoreViews, Submission, audit
@@ -276,6 +285,14 @@ class Gateway:
             return None
         self._ended(ending)
         return outcome
+
+    async def command_worker(self, worker: str, verb: Literal["quiet", "resume", "drain", "restart"]) -> bool:
+        """An operator's order to a worker; whether anybody heard it."""
+        return await self.store.tell_worker(worker, encode(WorkerCommand(verb))) > 0
+
+    async def command_server(self, server: str, verb: Literal["drain", "undrain"]) -> bool:
+        """An operator's order to a server; whether anybody heard it."""
+        return await self.store.tell_server(server, encode(ServerCommand(verb))) > 0
 
     # -- questions -------------------------------------------------------------------------------
 
