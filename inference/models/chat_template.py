@@ -24,6 +24,16 @@ import jinja2.sandbox
 
 from inference.errors import SluiceError
 
+# What running somebody's template on somebody's messages can raise.
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _LOOPS_OVER_PARTS = re.compile(
     r"""in\s+\w+(?:\.content\b|\[\s*['"]content['"]\s*\])|content\s+is\s+(?:not\s+)?string"""
@@ -56,9 +66,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML, which models were not trained on."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _environment() -> jinja2.Environment:
@@ -145,9 +153,7 @@ class ChatTemplate:
             RecursionError,
         ) as error:
             detail = str(error).replace(marker, "")
-            by_template = isinstance(error, jinja2.TemplateError) and not isinstance(
-                error, jinja2.UndefinedError
-            )
+            by_template = isinstance(error, jinja2.TemplateError) and not isinstance(error, jinja2.UndefinedError)
             reason = detail if by_template and len(detail) < 300 else "a part that it needs is missing or odd"
             message = f"The model's chat template does not take these messages: {reason.rstrip('.')}."
             raise ChatTemplateError(message) from error
