@@ -1,0 +1,115 @@
+"""What an operator may do to running work. Checks permission, acts, writes Django's admin log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from asgiref.sync import sync_to_async
+from django.contrib.admin.models import CHANGE, LogEntry
+from django.core.exceptions import PermissionDenied, SuspiciousOperation
+
+from apps.inflight.models import InflightRequest
+from apps.inflight.roster import Source, roster
+from inference.lifecycle import Reason
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 32
+MAX_REASON = 200
+
+
+class Cancelled(NamedTuple):
+    """Ids that this call cancelled, and those that had ended before it."""
+
+    done: list[str]
+    gone: list[str]
+
+
+async def cancel_requests(actor: Any, gateway: Source, ids: Sequence[str], reason: str) -> Cancelled:
+    """Cancel each request; safe to repeat, and for two operators at once.
+
+    A request that a client, a deadline or another operator ended first counts
+    as ``gone``. Whatever was cancelled before an error is logged all the same.
+
+    Raises:
+        PermissionDenied: ``actor`` lacks ``inflight.cancel_request``.
+        StoreUnavailable: Redis did not answer for some of them; repeat the call.
+    """
+    await _require(actor, "inflight.cancel_request")
+    limit = asyncio.Semaphore(AT_ONCE)
+    done: list[str] = []
+    gone: list[str] = []
+
+    async def cancel(request_id: str) -> None:
+        async with limit:
+            outcome = await gateway.cancel(request_id, Reason.ADMIN)
+        ours = outcome is not None and outcome.reason is Reason.ADMIN
+        (done if ours else gone).append(request_id)
+
+    unique = list(dict.fromkeys(ids))
+    results = await asyncio.gather(*(cancel(i) for i in unique), return_exceptions=True)
+    roster.expire()
+    if done:
+        text = f"Cancelled. Reason: {reason.strip()[:MAX_REASON] or 'none given'}"
+        await sync_to_async(_log)(actor, done, text)
+        logger.info("%d request(s) cancelled by an operator", len(done), extra={"event": "admin_cancel", "ids": done})
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    order = {i: n for n, i in enumerate(unique)}
+    return Cancelled(sorted(done, key=order.__getitem__), sorted(gone, key=order.__getitem__))
+
+
+async def _require(actor: Any, permission: str) -> None:
+    if not await sync_to_async(actor.has_perm)(permission):
+        raise PermissionDenied(f"This needs the permission {permission}.")
+
+
+def _log(actor: Any, ids: Sequence[str], text: str) -> None:
+    objects = [InflightRequest(id=i) for i in ids]
+    LogEntry.objects.log_actions(actor.pk, objects, CHANGE, change_message=text)  # type: ignore[arg-type]
+
+
+WORKER_VERBS = {
+    "quiet": "It finishes what it runs and takes nothing new until it is resumed.",
+    "resume": "It takes new requests again.",
+    "drain": "It finishes what it runs, then exits; its pool does not replace it.",
+    "restart": "It exits now; its requests go on, without loss, on another worker, and its pool starts a new one.",
+}
+SERVER_VERBS = {
+    "drain": "It stops accepting, finishes what is open, and hands resumable streams on.",
+    "undrain": "It accepts again.",
+}
+
+
+def explain(kind: str, verb: str) -> str:
+    return (WORKER_VERBS if kind == "worker" else SERVER_VERBS)[verb]
+
+
+def check_command(kind: str, verb: str) -> None:
+    """Raises SuspiciousOperation (a 400) for an order that no form of ours sends."""
+    known = {"worker": WORKER_VERBS, "server": SERVER_VERBS}.get(kind, {})
+    if verb not in known:
+        raise SuspiciousOperation("No such order.")
+
+
+async def command(actor: Any, gateway: Any, kind: str, target: str, verb: str) -> bool:
+    """Give an order to one worker or server; ``False`` where nobody of that id is there.
+
+    Raises:
+        PermissionDenied: ``actor`` lacks ``inflight.drain_server``.
+    """
+    check_command(kind, verb)
+    await _require(actor, "inflight.drain_server")
+    alive = await (gateway.workers() if kind == "worker" else gateway.servers())
+    if target not in {beat.id for beat in alive}:
+        return False
+    send = gateway.command_worker if kind == "worker" else gateway.command_server
+    heard = bool(await send(target, verb))
+    if heard:
+        await sync_to_async(_log)(actor, [f"{kind} {target}"], f"Told to {verb}.")
+        logger.info("an operator told %s %s to %s", kind, target, verb, extra={"event": "admin_command"})
+    return heard
