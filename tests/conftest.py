@@ -24,6 +24,7 @@ os.environ.pop("REDIS_URL", None)
 if not (ROOT / "platform/sluice/settings.py").exists():  # pragma: no cover
     os.environ.pop("DJANGO_SETTINGS_MODULE")
 
+import django  # noqa: E402
 import redis as redis_sync  # noqa: E402
 import redis.asyncio as redis_async  # noqa: E402
 
@@ -32,6 +33,9 @@ from inference.embedded import EmbeddedValkey  # noqa: E402
 from inference.errors import ModelUnavailable  # noqa: E402
 from inference.models.registry import resolve  # noqa: E402
 from tests.support import find_free_port  # noqa: E402
+
+if "DJANGO_SETTINGS_MODULE" in os.environ:
+    django.setup()  # pytest-django looked for the variable before it was set here
 
 CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 
