@@ -97,13 +97,10 @@ def unknown_model(alias: str) -> ApiError:
     )
 
 
-def unauthorised() -> ApiError:
-    return ApiError(
-        401,
-        "No valid API key. Send it as 'Authorization: Bearer YOUR_KEY'.",
-        code="invalid_api_key",
-        headers=((b"www-authenticate", b'Bearer realm="sluice"'),),
-    )
+def unknown_request(request_id: str) -> ApiError:
+    """The 404 for a request that is not alive, or not the caller's to see."""
+    shown = request_id if len(request_id) <= 100 else request_id[:97] + "..."
+    return ApiError(404, f"There is no request {shown!r}.", param="id", code="request_not_found")
 
 
 def from_refusal(exc: Refused | StoreUnavailable, model: str, retry_after: float) -> ApiError:

@@ -64,12 +64,19 @@ class Plan:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def new_id(prefix: str, tools: bool = False) -> str:
-    """A public request id. The letter t marks answers that are read for tool calls."""
-    return f"{prefix}-{'t' if tools else ''}{secrets.token_hex(12)}"
+def new_id(prefix: str) -> str:
+    """A public request id; its prefix says which format its answer has."""
+    return f"{prefix}-{secrets.token_hex(12)}"
 
 
-async def chat(body: ChatBody, caller: Principal, *, endpoint: str = "chat", request_id: str = "") -> Plan:
+async def chat(
+    body: ChatBody,
+    caller: Principal,
+    *,
+    endpoint: str = "chat",
+    request_id: str = "",
+    continue_final: bool = False,
+) -> Plan:
     """``POST /v1/chat/completions``.
 
     Raises:
@@ -89,11 +96,13 @@ async def chat(body: ChatBody, caller: Principal, *, endpoint: str = "chat", req
     maker = await _maker(body, body.model, min(limits) if limits else None, grammar)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ids = await prompts.in_thread(
-        lambda: prompts.chat_ids(maker.tokenizer, messages, use, maker.prompt_limit, kwargs)
+        lambda: prompts.chat_ids(maker.tokenizer, messages, use, maker.prompt_limit, kwargs, continue_final)
     )
-    request_id = request_id or new_id("chatcmpl", use is not None)
+    request_id = request_id or new_id("chatcmpl")
     jobs = maker.jobs(request_id, [ids], body.n or 1, logprobs)
     _check_resumable(body, jobs)
+    if body.resumable and use is not None:
+        raise invalid("A resumable request goes without tools.", "resumable", "invalid_value")
     return Plan(
         request_id,
         body.model,
@@ -168,20 +177,22 @@ async def generate(body: GenerateBody, caller: Principal, *, endpoint: str = "ge
     Raises:
         ApiError: as :func:`chat`.
     """
-    model = body.model or deps.config().model_specs()[0].alias
-    _check_model(model, caller)
+    model = resolve_model(body.model, caller)
     has_prompt, has_messages = body.prompt is not msgspec.UNSET, body.messages is not msgspec.UNSET
     if has_prompt == has_messages:
         what = "Give either prompt or messages, not both." if has_prompt else "Missing required parameter: 'prompt'."
         raise invalid(what, "prompt", "invalid_value" if has_prompt else "missing_required_parameter")
-    maker = await _maker(body, model, body.max_tokens, None)
+    maker = await _maker(body, model, body.max_tokens, structured.constraint(body.response_format, None))
     if isinstance(body.prompt, str):
+        if body.chat_template_kwargs:
+            raise invalid("A plain prompt uses no chat template.", "chat_template_kwargs", "invalid_value")
         text = body.prompt
         ids = await prompts.in_thread(lambda: prompts.text_ids(maker.tokenizer, text, maker.prompt_limit))
     else:
         messages = prompts.conversation(body.messages)  # type: ignore[arg-type]
+        kwargs = dict(body.chat_template_kwargs or {})
         ids = await prompts.in_thread(
-            lambda: prompts.chat_ids(maker.tokenizer, messages, None, maker.prompt_limit, {})
+            lambda: prompts.chat_ids(maker.tokenizer, messages, None, maker.prompt_limit, kwargs)
         )
     request_id = new_id("gen")
     return Plan(
@@ -288,6 +299,17 @@ def context_limit(model: str, tokenizer: Tokenizer) -> int:
     if served is not None:
         limit = min(limit, served.context_length, served.capacity_tokens)
     return limit
+
+
+def resolve_model(model: str | None, caller: Principal) -> str:
+    """The alias asked for, or the first configured one.
+
+    Raises:
+        ApiError: 404.
+    """
+    alias = model or deps.config().model_specs()[0].alias
+    _check_model(alias, caller)
+    return alias
 
 
 def _check_model(model: str, caller: Principal) -> None:

@@ -25,6 +25,7 @@ from apps.api.schema.base import (
 from apps.api.schema.messages import ChatMessage, Tool, ToolChoice
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Reference = Annotated[str, Meta(min_length=1, max_length=128)]
 Scalar = str | int | float | bool | None
 
 
@@ -241,6 +242,62 @@ class GenerateBody(Sampling, kw_only=True):
     ) = UNSET
     model: Annotated[Name, about("Alias of a served model; absent: the first one.")] | None = None
     stream: Annotated[bool, about("false: one JSON body instead of events.")] | None = None
+    response_format: Annotated[ResponseFormat, about("text, json_object or json_schema, enforced.")] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[str, Scalar], about("Variables for the model's chat template; with messages.", max_length=16)]
+        | None
+    ) = None
+
+
+class SocketGenerate(GenerateBody, kw_only=True, tag_field="type", tag="generate"):
+    """The WebSocket's ``generate``: the fields of ``POST /generate``, and the client's own reference."""
+
+    id: Reference
+
+
+class SocketCancel(Body, kw_only=True, tag_field="type", tag="cancel"):
+    """Ends a generation of this socket."""
+
+    id: Reference
+
+
+class SocketAttach(Body, kw_only=True, tag_field="type", tag="attach"):
+    """Reads on in a resumable request, of this socket or of any other client of the same owner."""
+
+    id: Reference
+    request_id: Annotated[str, about("As accepted told it.", min_length=1, max_length=128)]
+    after: Annotated[int, about("Number of the last delta seen.", ge=0, le=MAX_INT)] = 0
+
+
+class SocketPing(Body, kw_only=True, tag_field="type", tag="ping"):
+    """Answered with pong."""
+
+    id: Reference | None = None
+
+
+SocketMessage = SocketGenerate | SocketCancel | SocketAttach | SocketPing
+
+
+class TokenizeBody(Body, kw_only=True):
+    """``POST /tokenize``."""
+
+    model: Annotated[Name, about("Alias of a served model; absent: the first one.")] | None = None
+    prompt: Annotated[str, about("A text.")] | UnsetType = UNSET
+    messages: (
+        Annotated[list[ChatMessage], about("Instead of prompt: a conversation.", min_length=1, max_length=4096)]
+        | UnsetType
+    ) = UNSET
+    tools: Annotated[list[Tool], about("With messages.", max_length=128)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Scalar], about("With messages.", max_length=16)] | None = None
+    add_special_tokens: Annotated[bool, about("Default true; for prompt only.")] | None = None
+    return_token_strs: Annotated[bool, about("Also the text of each token.")] | None = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    """``POST /detokenize``."""
+
+    model: Annotated[Name, about("Alias of a served model; absent: the first one.")] | None = None
+    tokens: Annotated[list[TokenId], about("Token ids.", max_length=1_000_000)]
 
 
 def stops(value: str | list[str] | None) -> list[str]:

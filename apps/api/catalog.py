@@ -1,0 +1,106 @@
+"""What is served, and what its tokenizers make of a text."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from apps.accounts.auth import issue_ticket
+from apps.accounts.tickets import TICKET_SECONDS
+from apps.api import deps, plan, prompts
+from apps.api import tools as toolkit
+from apps.api.errors import invalid, unknown_model
+from apps.api.http import ApiConsumer
+from apps.api.schema.base import Decoder
+from apps.api.schema.generation import DetokenizeBody, TokenizeBody
+
+decode_tokenize = Decoder(TokenizeBody)
+decode_detokenize = Decoder(DetokenizeBody)
+
+_STARTED = int(time.time())
+
+
+def model_entry(alias: str) -> dict[str, Any]:
+    """One model as OpenAI lists it, and what a client may want to know besides."""
+    served = deps.gateway().models().get(alias)
+    out: dict[str, Any] = {
+        "id": alias,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "sluice",
+        "ready": served is not None,
+    }
+    if served is not None:
+        out["context_length"] = min(served.context_length, served.capacity_tokens)
+        out["kind"] = served.kind
+    return out
+
+
+class ModelsConsumer(ApiConsumer):
+    """``GET /v1/models``."""
+
+    async def get(self, body: bytes) -> None:
+        aliases = [spec.alias for spec in deps.config().model_specs()]
+        data = [model_entry(alias) for alias in aliases if self.caller.may_use(alias)]
+        await self.send_json(200, {"object": "list", "data": data})
+
+
+class ModelConsumer(ApiConsumer):
+    """``GET /v1/models/{id}``."""
+
+    async def get(self, body: bytes) -> None:
+        alias = self.kwargs["model"]
+        if deps.model_spec(alias) is None or not self.caller.may_use(alias):
+            raise unknown_model(alias)
+        await self.send_json(200, model_entry(alias))
+
+
+class TokenizeConsumer(ApiConsumer):
+    """``POST /tokenize``."""
+
+    async def post(self, body: bytes) -> None:
+        self.need("read")
+        asked = decode_tokenize(body)
+        model = plan.resolve_model(asked.model, self.caller)
+        tokenizer = await deps.tokenizer(model)
+        limit = plan.context_limit(model, tokenizer)
+        if isinstance(asked.prompt, str) == isinstance(asked.messages, list):
+            raise invalid("Give either prompt or messages.", "prompt", "missing_required_parameter")
+        if isinstance(asked.prompt, str):
+            text, special = asked.prompt, asked.add_special_tokens is not False
+            ids = await prompts.in_thread(
+                lambda: tokenizer.encode_bounded(text, 4 * limit, add_special_tokens=special, trusted=True)
+            )
+        else:
+            messages = prompts.conversation(asked.messages)  # type: ignore[arg-type]
+            use = toolkit.resolve(asked.tools, None, None)
+            kwargs = dict(asked.chat_template_kwargs or {})
+            ids = await prompts.in_thread(
+                lambda: prompts.chat_ids(tokenizer, messages, use, 4 * limit, kwargs)
+            )
+        out: dict[str, Any] = {"count": len(ids), "max_model_len": limit, "tokens": ids}
+        if asked.return_token_strs:
+            out["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
+        await self.send_json(200, out)
+
+
+class DetokenizeConsumer(ApiConsumer):
+    """``POST /detokenize``."""
+
+    async def post(self, body: bytes) -> None:
+        self.need("read")
+        asked = decode_detokenize(body)
+        tokenizer = await deps.tokenizer(plan.resolve_model(asked.model, self.caller))
+        size = tokenizer.vocab_size
+        if any(token_id >= size for token_id in asked.tokens):
+            raise invalid(f"A token id is outside of the vocabulary (0 to {size - 1}).", "tokens", "invalid_value")
+        text = await prompts.in_thread(lambda: tokenizer.decode(asked.tokens, skip_special=False))
+        await self.send_json(200, {"prompt": text})
+
+
+class TicketConsumer(ApiConsumer):
+    """``POST /v1/tickets``: a single-use ticket for a browser's WebSocket."""
+
+    async def post(self, body: bytes) -> None:
+        ticket = await issue_ticket(self.caller)
+        await self.send_json(200, {"ticket": ticket, "expires_in": TICKET_SECONDS})
