@@ -20,7 +20,8 @@ key                       type    written by                  lives until
 ``running:<model>``       set     claim / settle, requeue     entry: settled or requeued
 ``fair:<model>``          hash    submit                      the queue is empty (last virtual time
                                                               per owner, and the global one)
-``deadlines``             zset    submit, detach / settle     entry: settled (score: deadline ms)
+``deadlines``             zset    submit, claim / settle      entry: settled (score: deadline ms, or the
+                                                              end of its patience while it is queued)
 ``detached``              zset    detach / attach, settle     entry: re-attached or settled (score:
                                                               end of grace, ms)
 ``of:server:<id>``        set     submit, attach / settle     entry: settled, detached

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 
-from inference.errors import StoreUnavailable
+from inference.errors import SluiceError, StoreUnavailable
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Ending
 from inference.store.store import RequestStore
@@ -31,6 +32,8 @@ class Reaper:
         self._on_ending = on_ending
         self._task: asyncio.Task[None] | None = None
         self._cursor = 0
+        self._trust_from = 0.0
+        """``time.monotonic()`` from which missing heartbeats mean death again; see :meth:`_judge`."""
         self.reaped: Counter[str] = Counter()
 
     def start(self) -> None:
@@ -48,22 +51,42 @@ class Reaper:
             try:
                 await self.reap()
             except StoreUnavailable:
+                self._distrust()
                 logger.debug("not reaping: Redis does not answer")
+            except SluiceError:
+                logger.exception("a round of the reaper failed", extra={"event": "reap_failed"})
             await asyncio.sleep(self._store.config.reap_interval)
 
     async def reap(self) -> None:
         """One round."""
+        began = time.monotonic()
         (_, dead_servers), (_, dead_workers), (_, dead_pools) = await asyncio.gather(
             self._views.alive("servers"), self._views.alive("workers"), self._views.alive("pools")
         )
-        for server in dead_servers:
-            await self.dead_server(server)
-        for worker in dead_workers:
-            await self.dead_worker(worker)
-        for pool in dead_pools:
-            await self._store.redis.call("SREM", self._store.keys.pools, pool)
+        if self._judge(began):
+            for server in dead_servers:
+                await self.dead_server(server)
+            for worker in dead_workers:
+                await self.dead_worker(worker)
+            for pool in dead_pools:
+                await self._store.redis.call("SREM", self._store.keys.pools, pool)
         await self._expired()
         await self._repair()
+
+    def _judge(self, asked: float) -> bool:
+        """Whether a missing heartbeat means a dead process.
+
+        While Redis is away or stands still, nobody can beat and every heartbeat
+        expires. So after such a time the living get one TTL to beat again.
+        """
+        config = self._store.config
+        slack = config.heartbeat_ttl - config.heartbeat_interval - config.reap_interval
+        if time.monotonic() - asked > max(slack, 0.1):
+            self._distrust()
+        return time.monotonic() >= self._trust_from
+
+    def _distrust(self) -> None:
+        self._trust_from = time.monotonic() + self._store.config.heartbeat_ttl
 
     async def dead_server(self, server: str) -> None:
         """Detach its resumable requests for their grace time, cancel the others."""
@@ -103,7 +126,11 @@ class Reaper:
         for member in late:
             await self._settle("deadline", member.decode(), Outcome.cancelled(Reason.DEADLINE), None)
         for member in left:
-            await self._settle("grace", member.decode(), Outcome.cancelled(Reason.CLIENT_GONE), ("server", ""))
+            request_id = member.decode()
+            finish = (await redis.call("HGET", k.request(request_id), "finish") or b"").decode()
+            done = finish in ("stop", "length")
+            outcome = Outcome.finished(finish) if done else Outcome.cancelled(Reason.CLIENT_GONE)
+            await self._settle("grace", request_id, outcome, ("server", ""))
 
     async def _repair(self) -> None:
         """A page of the live index per round: entries without a record go, records without an owner end."""

@@ -71,7 +71,7 @@ class Gateway:
         self.settler = Settler(self.store, self.id, self._ended)
         self.presence = Presence(self.store, self.views, self.id, self._beat)
         self.reaper = Reaper(self.store, self.views, self._ended)
-        self._hub = Hub(self.store, dial, self.id, on_command=self._command)
+        self._hub = Hub(self.store, dial, self.id, on_command=self._command, on_stray=self._stray)
         self._started = False
 
     # -- life of the process ---------------------------------------------------------------------
@@ -207,11 +207,16 @@ class Gateway:
             if stream.ended is not None and getattr(stream.ended, "superseded", False):
                 return
             grace = self.config.resume_grace
-        elif gone and stream.resumable and stream.finish is None and stream.outcome is None:
+        elif (gone or isinstance(failure, StoreUnavailable)) and self._resumes(stream):
             grace = self.config.resume_grace
         note = self.settler.put(stream.id, self._outcome(stream, failure), grace=grace, after=after)
         if not gone:
             await asyncio.wait([note], timeout=_SETTLE_WAIT)
+
+    @staticmethod
+    def _resumes(stream: RequestStream) -> bool:
+        """Whether the request may go on without this reader."""
+        return stream.resumable and stream.finish is None and stream.outcome is None
 
     @staticmethod
     def _outcome(stream: RequestStream, failure: BaseException | None) -> Outcome:
@@ -257,6 +262,7 @@ class Gateway:
                 stream.phase = "queued" if attached.state == State.QUEUED else "running"
                 stream.attempt = attached.attempt
                 stream.position = lambda: self.views.position(attached.model, request_id)
+            stream.clamp(int(await self.redis.call("LLEN", self.store.keys.log(request_id))))
             yield stream
         except BaseException as exc:
             failure = exc
@@ -398,6 +404,16 @@ class Gateway:
             },
         )
         self._on_ending(ending)
+
+    def _stray(self, request_id: str) -> None:
+        """A record names this server, which neither streams it nor is about to end it.
+
+        So it is when a command reaches Redis long after its connection was given
+        up (packets held back, a server thawed): a submit behind its own settle.
+        """
+        if not self.settler.knows(request_id):
+            logger.warning("request %s is nobody's here: ending it", request_id, extra={"event": "stray_request"})
+            self.settler.put(request_id, Outcome.cancelled(Reason.CLIENT_GONE), grace=self.config.resume_grace)
 
     def _command(self, message: ServerCommand) -> None:
         self._on_command(message.verb)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 from redis.asyncio import Redis
 
-from inference.errors import StoreUnavailable
+from inference.errors import SluiceError, StoreUnavailable
 from inference.gateway.stream import Detached, RequestEnded, RequestStream
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Claimed, Ended, ServerCommand, Step, Superseded, decode_server_message
@@ -37,8 +37,11 @@ class Hub:
         server: str,
         *,
         on_command: Callable[[ServerCommand], None],
+        on_stray: Callable[[str], None],
     ) -> None:
         self._store = store
+        self._on_stray = on_stray
+        self._strays: set[str] = set()
         self._server = server
         self._on_command = on_command
         self._streams: dict[str, list[RequestStream]] = {}
@@ -127,8 +130,11 @@ class Hub:
                 continue
             try:
                 await self._check()
+                await self._find_strays()
             except StoreUnavailable:
                 continue
+            except SluiceError:
+                logger.exception("the check of open streams failed", extra={"event": "check_failed"})
 
     async def _check(self) -> None:
         open_ids = [i for i, readers in self._streams.items() if any(s.admitted for s in readers)]
@@ -141,22 +147,31 @@ class Hub:
                 else:
                     await self._missing(request_id)
 
+    async def _find_strays(self) -> None:
+        """Requests that name this server and are not open here, twice in a row."""
+        members = await self._store.redis.call("SMEMBERS", self._store.keys.of_server(self._server))
+        found = {m.decode() for m in members} - self._streams.keys()
+        for request_id in found & self._strays:
+            self._on_stray(request_id)
+        self._strays = found
+
     async def _missing(self, request_id: str) -> None:
         """The record is gone or another server's, and the message that said so was lost."""
         readers = [s for s in self._streams.get(request_id, ()) if s.admitted and s.ended is None and s.finish is None]
         if not readers:
             return
-        ending = await self._store.ending(request_id)
-        view = await self._store.redis.call("HGET", self._store.keys.request(request_id), "server")
+        server = await self._store.redis.call("HGET", self._store.keys.request(request_id), "server")
+        outcome = await self._store.outcome(request_id) if server is None else None
         for stream in readers:
-            if stream.admitted and not stream.complete:
-                if view is not None:
-                    stream.end(Detached("Another reader has taken over this stream.", superseded=True))
-                elif ending is not None:
-                    stream.resync()
-                    stream.end(RequestEnded(Outcome.failed(Reason.STATE_LOST)))
-                else:
-                    stream.end(RequestEnded(Outcome.failed(Reason.STATE_LOST)))
+            if not stream.admitted or stream.complete:
+                continue
+            if server == b"":
+                stream.end(Detached("This server was cut off and gave the stream up; attach again.", superseded=False))
+            elif server is not None:
+                stream.end(Detached("Another reader has taken over this stream.", superseded=True))
+            else:
+                stream.resync()
+                stream.end(RequestEnded(outcome or Outcome.failed(Reason.STATE_LOST)))
 
     def _fail_all(self) -> None:
         for stream in self.streams():

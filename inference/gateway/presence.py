@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from inference.errors import StoreUnavailable
+from inference.errors import SluiceError, StoreUnavailable
 from inference.messages import ModelInfo, PoolBeat, ServerBeat, WorkerBeat, encode
 from inference.store.store import RequestStore
 from inference.store.views import StoreViews
@@ -68,6 +68,8 @@ class Presence:
                 self._refreshed.set()
             except StoreUnavailable:
                 logger.debug("no heartbeat: Redis does not answer", extra={"event": "beat_missed"})
+            except SluiceError:
+                logger.exception("no heartbeat", extra={"event": "beat_failed"})
             # A shorter wait while nothing serves: a client waits for the first worker.
             await asyncio.sleep(interval if self.workers else interval / 4)
 
@@ -93,9 +95,11 @@ class Presence:
         return served
 
     def coming(self, alias: str) -> bool:
-        """Whether a pool is bringing up a worker for the alias."""
-        return any(alias in p.models and p.starting and not p.draining for p in self.pools) or any(
-            w.state == "starting" and alias in (m.alias for m in w.models) for w in self.workers
+        """Whether a pool is bringing up a worker for the alias (one that keeps failing does not count)."""
+        broken = {p.id for p in self.pools if p.broken}
+        return any(alias in p.models and p.starting and not p.draining and not p.broken for p in self.pools) or any(
+            w.state == "starting" and w.pool not in broken and alias in (m.alias for m in w.models)
+            for w in self.workers
         )
 
     def tokens_per_second(self, alias: str) -> float:

@@ -70,6 +70,10 @@ class Settler:
             self._wake.set()
         return note.done
 
+    def knows(self, request_id: str) -> bool:
+        """Whether a note about the request is waiting."""
+        return request_id in self._notes
+
     @property
     def pending(self) -> int:
         """Requests that Redis has not yet been told about."""

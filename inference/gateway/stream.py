@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from inference.errors import SluiceError
+from inference.errors import SluiceError, StoreUnavailable
 from inference.lifecycle import Outcome, Reason, State
 from inference.messages import Frame, Job, decode_frame
 
 _LOG_PAGE = 256
+_RETRY_AFTER = 0.25
+"""Seconds after which a log that could not be read is read again."""
 
 _SENTENCES = {
     Reason.USER: "The request was cancelled.",
@@ -91,6 +93,7 @@ class RequestStream:
         self._ping = False
         self._event = asyncio.Event()
         self._group: asyncio.Event | None = None
+        self._retry: asyncio.TimerHandle | None = None
 
     # -- called by the hub; never blocks ---------------------------------------------------------
 
@@ -118,6 +121,12 @@ class RequestStream:
             self._behind = True
             self._notify()
 
+    def clamp(self, length: int) -> None:
+        """A reader that claims to have seen more than was ever logged reads on from the log's end."""
+        if self._received > length:
+            self._received = length
+            self._behind = True
+
     def resync(self) -> None:
         """The fast path was interrupted: read on from the log."""
         if self.admitted and self.finish is None:
@@ -132,7 +141,7 @@ class RequestStream:
 
     def ping(self) -> None:
         """Ask the reader for a sign of life, unless it has something to say anyway."""
-        if not self._frames and not self._behind:
+        if not self._frames:
             self._ping = True
             self._notify()
 
@@ -169,7 +178,6 @@ class RequestStream:
         Raises:
             RequestEnded: settled by somebody else.
             Detached: the request goes on without this reader.
-            StoreUnavailable: Redis failed while the log was read.
         """
         while True:
             ready = await self._ready()
@@ -179,7 +187,7 @@ class RequestStream:
             await self._event.wait()
 
     async def _ready(self) -> list[Frame] | None:
-        if not self._frames and self._behind:
+        if not self._frames and self._behind and self._retry is None:
             await self._catch_up()
         if self._frames:
             frames = list(self._frames)
@@ -216,11 +224,24 @@ class RequestStream:
 
     async def _catch_up(self) -> None:
         self._behind = False
-        raw = await self._read_log(self.id, self._received, _LOG_PAGE)
+        try:
+            raw = await self._read_log(self.id, self._received, _LOG_PAGE)
+        except StoreUnavailable:
+            # An outage ends the stream only when it lasts (the hub decides that); until then, read again.
+            self._behind = True
+            self._retry = asyncio.get_running_loop().call_later(_RETRY_AFTER, self._try_again)
+            return
         for entry in raw:
-            self._take(decode_frame(entry))
+            frame = decode_frame(entry)
+            # The fast path may have delivered some of these while the log was being read.
+            if frame.seq == self._received + 1:
+                self._take(frame)
         if len(raw) == _LOG_PAGE:
             self._behind = True
+
+    def _try_again(self) -> None:
+        self._retry = None
+        self._notify()
 
     def _notify(self) -> None:
         self._event.set()

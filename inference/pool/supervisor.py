@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from inference.config import Config, host_name
-from inference.errors import StoreUnavailable
+from inference.errors import SluiceError, StoreUnavailable
 from inference.messages import Ending, PoolBeat, encode
 from inference.pool.child import Child
 from inference.reaper import Reaper
@@ -165,6 +165,8 @@ class Supervisor:
                 await self._beat()
             except StoreUnavailable:
                 logger.debug("no heartbeat: Redis does not answer")
+            except SluiceError:
+                logger.exception("no heartbeat", extra={"event": "beat_failed"})
             await asyncio.sleep(self.config.heartbeat_interval)
 
     async def _beat(self) -> None:

@@ -13,10 +13,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
 
 from inference.errors import SluiceError, StoreUnavailable
 
@@ -31,11 +31,14 @@ class Script:
     """A Lua script kept as its own file, called by its digest."""
 
     __slots__ = ("name", "sha", "source")
+    known: ClassVar[list[Script]] = []
+    """Every script there is; a new connection loads them all."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.stem
         self.source = path.read_text(encoding="utf-8")
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+        Script.known.append(self)
 
 
 class _Call:
@@ -65,7 +68,7 @@ class Commander:
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self.down_since: float | None = None
-        """``time.monotonic()`` of the first failure since the last success, or ``None``."""
+        """``time.monotonic()`` at which the first failed round trip since the last success began, or ``None``."""
         self.round_trips = 0
         self.commands = 0
         self.errors = 0
@@ -116,11 +119,12 @@ class Commander:
                 if self._closing:
                     break
                 continue
+            began = time.monotonic()
             try:
                 await self._round_trip(batch)
                 backoff = _FIRST_BACKOFF
             except (RedisError, OSError, TimeoutError) as exc:
-                await self._failed(batch, exc)
+                await self._failed(batch, exc, began)
                 if not self._closing:
                     await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, _LAST_BACKOFF)
@@ -131,6 +135,8 @@ class Commander:
     async def _round_trip(self, batch: list[_Call]) -> None:
         if self._redis is None:
             self._redis = self._connect()
+            # So that a script missing there is not run after those that were asked for later.
+            await self._load_scripts(self._redis)
         replies = await self._execute(self._redis, batch, by_digest=True)
         missing = [c for c, r in zip(batch, replies, strict=True) if isinstance(r, NoScriptError)]
         for call, reply in zip(batch, replies, strict=True):
@@ -142,6 +148,13 @@ class Commander:
         if self.down_since is not None:
             logger.warning("Redis answers again after %.1f s", self.outage(), extra={"event": "redis_up"})
             self.down_since = None
+
+    @staticmethod
+    async def _load_scripts(redis: Redis) -> None:
+        pipe = redis.pipeline(transaction=False)
+        for script in Script.known:
+            pipe.execute_command("SCRIPT LOAD", script.source)
+        await pipe.execute(raise_on_error=False)
 
     async def _execute(self, redis: Redis, batch: list[_Call], *, by_digest: bool) -> list[Any]:
         pipe = redis.pipeline(transaction=False)
@@ -155,11 +168,8 @@ class Commander:
         self.round_trips += 1
         self.commands += len(batch)
         replies: list[Any] = await pipe.execute(raise_on_error=False)
-        # A failover or a start-up is an outage, not an answer.
         for reply in replies:
-            if isinstance(reply, RedisError) and not isinstance(reply, ResponseError):
-                raise reply
-            if isinstance(reply, ResponseError) and str(reply).startswith(("READONLY", "LOADING", "MASTERDOWN")):
+            if isinstance(reply, RedisError) and (not isinstance(reply, ResponseError) or _is_outage(reply)):
                 raise reply
         return replies
 
@@ -174,10 +184,10 @@ class Commander:
         else:
             call.future.set_result(reply)
 
-    async def _failed(self, batch: list[_Call], exc: BaseException) -> None:
+    async def _failed(self, batch: list[_Call], exc: BaseException, began: float) -> None:
         self.errors += 1
         if self.down_since is None:
-            self.down_since = time.monotonic()
+            self.down_since = began
             logger.warning("Redis does not answer: %s", type(exc).__name__, extra={"event": "redis_down"})
         for call in batch:
             if not call.future.done():
@@ -195,3 +205,12 @@ class Commander:
                 await redis.aclose()
             except (RedisError, OSError, TimeoutError):
                 logger.debug("closing a broken connection to Redis", exc_info=True)
+
+
+_OUTAGES = ("READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "MISCONF", "BUSY ", "OOM ")
+
+
+def _is_outage(reply: ResponseError) -> bool:
+    """A failover, a start-up, a full memory or disk: a state that passes, not an answer to this command."""
+    text = str(reply)
+    return isinstance(reply, OutOfMemoryError) or text.startswith(_OUTAGES) or "OOM command not allowed" in text

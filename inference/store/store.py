@@ -10,7 +10,7 @@ from typing import Any
 from inference.config import Config
 from inference.errors import Overloaded
 from inference.keys import PRIORITIES, Keys
-from inference.lifecycle import Outcome
+from inference.lifecycle import Outcome, Reason, State
 from inference.messages import Ending, decode_ending, decode_job, encode
 from inference.redisio import Commander, Script
 from inference.store.records import Attached, Claim, Submission
@@ -81,7 +81,8 @@ class RequestStore:
             [k.request(job.id), k.queue(job.model), k.running(job.model), k.fair(job.model), k.live, k.deadlines,
              k.of_server(server)],
             [job.id, slots + self.config.max_queued, PRIORITIES[submission.priority], submission.owner,
-             _ms(submission.timeout), server, k.wake_channel(job.model), *(x for kv in fields.items() for x in kv)],
+             _ms(submission.timeout), server, k.wake_channel(job.model),
+             _ms(self.config.queue_timeout), *(x for kv in fields.items() for x in kv)],
         )  # fmt: skip
         result: asyncio.Future[tuple[int, int]] = reply.get_loop().create_future()
         reply.add_done_callback(lambda done: _submitted(done, result))
@@ -142,6 +143,14 @@ class RequestStore:
         """The summary of a resumable request that ended within the retention time."""
         reply = await self.redis.call("GET", self.keys.end(request_id))
         return None if reply is None else decode_ending(reply)
+
+    async def outcome(self, request_id: str) -> Outcome | None:
+        """How a request ended lately, going by the history; ``None`` where nothing is known of it."""
+        for raw in await self.redis.call("LRANGE", self.keys.history, 0, self.config.history_size - 1):
+            ending = decode_ending(raw)
+            if ending.id == request_id:
+                return Outcome(State(ending.state), Reason(ending.reason))
+        return None
 
     async def held(self, ids: Sequence[str], field: str, value: str) -> list[int]:
         """For each id the length of its log, -1 where its record's ``field`` is not ``value``."""

@@ -20,12 +20,22 @@ class Outbox:
     While one append is under way, the frames of later steps gather and go
     together in the next. An append that got no answer is sent again: the script
     takes each frame once. ``on_odd(request_id, word, server)`` hears of frames
-    that were refused (``stale``), of readers elsewhere (``moved``) and of
-    finished requests that nobody reads (``detached``).
+    that were refused (``stale``: the request is another's; ``gap``: its log has
+    lost its end), of readers elsewhere (``moved``) and of finished requests
+    that nobody reads (``detached``). ``on_failure`` hears of the end of the
+    task: a worker whose frames go nowhere must not live on.
     """
 
-    def __init__(self, store: RequestStore, worker: str, on_odd: Callable[[str, str, str], None]) -> None:
+    def __init__(
+        self,
+        store: RequestStore,
+        worker: str,
+        on_odd: Callable[[str, str, str], None],
+        on_failure: Callable[[asyncio.Task[None]], None],
+    ) -> None:
         self._store = store
+        self._on_failure = on_failure
+        self._sending: list[Append] = []
         self._worker = worker
         self._on_odd = on_odd
         self._pending: list[Append] = []
@@ -37,6 +47,7 @@ class Outbox:
     def start(self) -> None:
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="outbox")
+            self._task.add_done_callback(self._on_failure)
 
     async def stop(self) -> None:
         task, self._task = self._task, None
@@ -55,6 +66,10 @@ class Outbox:
         """Until everything put so far is in Redis."""
         await self._idle.wait()
 
+    def ids(self) -> set[str]:
+        """Requests with frames that are not yet known to be in Redis."""
+        return {f.id for f in (*self._pending, *self._sending)}
+
     def drop(self, request_id: str) -> None:
         """Forget what is queued for a request that has been settled."""
         self._pending = [f for f in self._pending if f.id != request_id]
@@ -65,7 +80,9 @@ class Outbox:
             self._wake.clear()
             frames, self._pending = self._pending, []
             if frames:
+                self._sending = frames
                 await self._send(frames)
+                self._sending = []
             if not self._pending:
                 self._idle.set()
 
@@ -89,7 +106,7 @@ class Outbox:
         return [(server, encode(Step(self._worker, parts))) for server, parts in by_server.items()]
 
     async def _odd(self, frames: list[Append], odd: list[tuple[int, str, str]]) -> None:
-        stale = {index for index, word, _ in odd if word == "stale"}
+        stale = {index for index, word, _ in odd if word in ("stale", "gap")}
         held_back = {frames[i].server for i in stale}
         again = [f for i, f in enumerate(frames) if f.server in held_back and i not in stale]
         for server, payload in self._payloads(again):

@@ -84,11 +84,12 @@ class Worker:
         self._empty.set()
         self._tasks: list[asyncio.Task[None]] = []
         self._loose: set[asyncio.Task[None]] = set()
+        self._strays: set[str] = set()
         self._stopping = False
         dial = lambda: connect(config.redis_url, timeout=config.redis_timeout, client_name=f"sluice-{worker_id}")  # noqa: E731
         self.redis = Commander(dial, name=worker_id)
         self.store = RequestStore(self.redis, config)
-        self._outbox = Outbox(self.store, worker_id, self._odd)
+        self._outbox = Outbox(self.store, worker_id, self._odd, self._watch)
         k = self.store.keys
         self._subscriber = Subscriber(
             dial,
@@ -253,7 +254,7 @@ class Worker:
                 return
             refused = [c for c in claims if not self._start(c, served)]
             for claim in refused:
-                await self._unclaim(claim)
+                await self._unclaim(claim.id)
             if not claims or refused:
                 return
             free = served.engine.free_slots()
@@ -283,11 +284,12 @@ class Worker:
             self._outbox.put([seq.close("error", str(exc))])
         return True
 
-    async def _unclaim(self, claim: Claim) -> None:
+    async def _unclaim(self, request_id: str) -> None:
         try:
-            await self.store.requeue(claim.id, worker=self.id, lost=False)
+            await self.store.requeue(request_id, worker=self.id, lost=False)
         except StoreUnavailable:
-            logger.warning("request %s could not be handed back", claim.id, extra={"request_id": claim.id})
+            # It still names this worker: the periodic check tries again.
+            logger.warning("request %s could not be handed back", request_id, extra={"request_id": request_id})
 
     # -- what the engine gives -----------------------------------------------------------------------
 
@@ -377,6 +379,10 @@ class Worker:
     def _odd(self, request_id: str, word: str, server: str) -> None:
         if word == "stale":
             self._abort(request_id)
+        elif word == "gap":
+            # Goes back to the queue, and on from what its log still has.
+            self._abort(request_id)
+            self._loosely(self._unclaim(request_id))
         elif word == "moved" and request_id in self._held:
             self._held[request_id].server = server
         elif word == "detached":
@@ -401,14 +407,32 @@ class Worker:
         task.add_done_callback(self._loose.discard)
 
     async def _checks(self) -> None:
-        """Covers lost aborts: asks once per ``check_interval`` what is still this worker's."""
+        """Once per ``check_interval``: what is held and no longer ours, and what is ours and not held."""
         while True:
             await asyncio.sleep(self.config.check_interval)
             ids = list(self._held)
             try:
                 lengths = await self.store.held(ids, "worker", self.id)
+                await self._find_strays()
             except StoreUnavailable:
                 continue
             for request_id, length in zip(ids, lengths, strict=True):
                 if length < 0:
                     self._abort(request_id)
+
+    async def _find_strays(self) -> None:
+        """Requests that name this worker, twice in a row, although it does not hold them.
+
+        The reply to their claim was lost, or a claim reached Redis long after its
+        connection was given up. They go back to the queue.
+        """
+        members = {m.decode() for m in await self.redis.call("SMEMBERS", self.store.keys.of_worker(self.id))}
+        found = members - self._held.keys() - self._outbox.ids() if self.state != "starting" else set()
+        for request_id in found & self._strays:
+            logger.warning(
+                "request %s was never received: back to the queue",
+                request_id,
+                extra={"event": "stray_claim", "request_id": request_id},
+            )
+            await self._unclaim(request_id)
+        self._strays = found

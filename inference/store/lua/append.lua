@@ -2,14 +2,15 @@
 --
 -- A frame is taken only from the worker and attempt that hold the claim, and only as the next of its
 -- log: a worker that was cut off and comes back changes nothing, and a step that is sent again after a
--- lost reply is not appended twice. A record that is gone is never brought back.
+-- lost reply is not appended twice. Where the log is shorter than the worker believes (a failover lost its
+-- end), the frame is refused as 'gap'. A record that is gone is never brought back.
 --
 -- KEYS 2i-1 req:{id}  hash, read; tokens, first, last, finish set
 --      2i   log:{id}  list, entry added; ends with its request
 -- ARGV 1 worker  2 key prefix  3 number of frames n, then for each frame:
 --      id, attempt, seq, frame, tokens so far, finish or '', server it is meant for
 --      and after the frames pairs of server, payload
--- Reply a flat list of exceptions: index (from 0), 'stale' | 'moved' | 'detached', new server.
+-- Reply a flat list of exceptions: index (from 0), 'stale' | 'gap' | 'moved' | 'detached', new server.
 --      A payload is published only where all its frames were taken.
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
@@ -26,9 +27,11 @@ for i = 1, n do
   else
     local seq = tonumber(ARGV[a + 2])
     local len = redis.call('RPUSH', log, ARGV[a + 3])
-    if len > seq then
-      redis.call('RPOP', log)
-    else
+    if len ~= seq then redis.call('RPOP', log) end
+    if len < seq then
+      odd[#odd + 1] = i - 1; odd[#odd + 1] = 'gap'; odd[#odd + 1] = ''
+      hold[ARGV[a + 6]] = true
+    elseif len == seq then
       redis.call('HSET', req, 'tokens', ARGV[a + 4], 'last', now)
       if seq == 1 then redis.call('HSET', req, 'first', now) end
       if ARGV[a + 5] ~= '' then

@@ -4,7 +4,8 @@
 --      2 running:<model>  set, entries added
 --      3 fair:<model>     hash, virtual time moved on; dropped with the last queue entry
 --      4 of:worker:<id>   set, entries added
---      and, named by the queue: req:{id} hash (state, worker, attempt), log:{id} list (read)
+--      and, named by the queue: req:{id} hash (state, worker, attempt), log:{id} list (read), deadlines
+--      zset (score: from now on the deadline of the whole request)
 -- ARGV 1 worker  2 how many  3 key prefix
 -- Reply a list of {id, attempt, job, server, {log entries}}
 local clock = redis.call('TIME')
@@ -15,12 +16,13 @@ while #taken < tonumber(ARGV[2]) do
   if not top[1] then break end
   local id = top[1]
   local req = ARGV[3] .. 'req:{' .. id .. '}'
-  local rec = redis.call('HMGET', req, 'state', 'server', 'job', 'class', 'tag')
+  local rec = redis.call('HMGET', req, 'state', 'server', 'job', 'class', 'tag', 'deadline')
   -- an entry whose record is gone belongs to a request that has ended: it is simply dropped
   if rec[1] == 'queued' then
     local attempt = redis.call('HINCRBY', req, 'attempt', 1)
     redis.call('HSET', req, 'state', 'running', 'worker', ARGV[1], 'claimed_at', now)
     redis.call('HSETNX', req, 'claimed', now)
+    redis.call('ZADD', ARGV[3] .. 'deadlines', rec[6], id)
     redis.call('SADD', KEYS[2], id)
     redis.call('SADD', KEYS[4], id)
     redis.call('HSET', KEYS[3], 'v:' .. rec[4], rec[5])

@@ -12,7 +12,7 @@
 --      and, named by the record: queue:<model>, fair:<model>, running:<model>, of:server:<id>,
 --      of:worker:<id>
 -- ARGV 1 id  2 state  3 reason  4 key prefix  5 retention, ms  6 history size  7 calling server or ''
---      8 guard field or ''  9 guard value  10 least age, ms (0: any)
+--      8 guard field or ''  9 guard value
 -- Reply nil where there is nothing (left) to settle or the guard does not hold; else the summary.
 local names = {'state', 'model', 'server', 'worker', 'attempt', 'finish', 'resumable', 'endpoint', 'transport',
   'owner', 'prompt_tokens', 'tokens', 'created', 'claimed', 'first'}

@@ -5,10 +5,10 @@
 --      3 running:<model> set, counted
 --      4 fair:<model>    hash, last virtual time per class and owner; dropped when the queue is empty
 --      5 live            zset, entry added (score: created, ms)
---      6 deadlines       zset, entry added (score: deadline, ms)
+--      6 deadlines       zset, entry added (score: deadline, ms; while it waits, the end of its patience if sooner)
 --      7 of:server:<id>  set, entry added
 -- ARGV 1 id  2 most queued + running  3 class (0..2)  4 owner  5 timeout, ms  6 server
---      7 wake channel  8... field, value of the record
+--      7 wake channel  8 longest wait in the queue, ms  9... field, value of the record
 -- Reply {'ok', now ms, position from 0} or {'full', queued, running}
 --
 -- Fairness is start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queuing", 1996) with
@@ -33,11 +33,11 @@ redis.call('HSET', KEYS[4], 'o:' .. class .. ':' .. ARGV[4], tag)
 local deadline = now + tonumber(ARGV[5])
 local fields = {'state', 'queued', 'server', ARGV[6], 'worker', '', 'attempt', 0, 'lost', 0,
   'created', now, 'queued_at', now, 'deadline', deadline, 'class', class, 'tag', tag, 'tokens', 0, 'finish', ''}
-for i = 8, #ARGV do fields[#fields + 1] = ARGV[i] end
+for i = 9, #ARGV do fields[#fields + 1] = ARGV[i] end
 redis.call('HSET', KEYS[1], unpack(fields))
 redis.call('ZADD', KEYS[2], class * 1099511627776 + tag, ARGV[1])
 redis.call('ZADD', KEYS[5], now, ARGV[1])
-redis.call('ZADD', KEYS[6], deadline, ARGV[1])
+redis.call('ZADD', KEYS[6], math.min(deadline, now + tonumber(ARGV[8])), ARGV[1])
 redis.call('SADD', KEYS[7], ARGV[1])
 redis.call('PUBLISH', ARGV[7], '')
 return {'ok', now, redis.call('ZRANK', KEYS[2], ARGV[1])}
