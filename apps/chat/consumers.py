@@ -14,7 +14,7 @@ client                server
 ``ping``              ``pong``
 ====================  =======================================================================
 
-A stream is ``queued`` (position), ``render`` (ops, see ``apps.chat.live``), and at
+A stream is ``queued`` (position), ``render`` (content, see ``apps.chat.live``), and at
 the end ``done`` (the message as stored; failed ones too), ``detached`` (the server
 lets go: attach again) or ``error``. ``changed`` tells a user's other pages that a
 conversation has news.
@@ -237,7 +237,7 @@ class ChatConsumer(StreamingWebSocketConsumer):
             version = recording.version
             if recording.final is not None:
                 final = dict(recording.final)
-                final["ops"] = shown.advance(complete(final["text"]))
+                final["content"] = shown.advance(complete(final["text"]))
                 await self.send_json({"type": "done", "id": ref, "message": final})
                 self._tell(recording.user_id, str(recording.conversation_id), None)
                 return
@@ -248,14 +248,14 @@ class ChatConsumer(StreamingWebSocketConsumer):
                 await self.send_json({"type": "queued", "id": ref, "position": recording.position})
             position = recording.position
             begin = time.monotonic()
-            ops = shown.advance(recording.blocks())
-            if ops:
+            content = shown.advance(recording.blocks())
+            if content is not None:
                 await self.send_json(
                     {
                         "type": "render",
                         "id": ref,
                         "seq": recording.seq,
-                        "ops": ops,
+                        "content": content,
                         "tokens": recording.tokens,
                         "tokens_per_second": recording.tokens_per_second,
                     }

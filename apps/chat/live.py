@@ -3,9 +3,11 @@
 Only the last top-level block of a growing text can still change, so each update
 parses from that block on. A page is sent operations:
 
-- ``["html", index, html]``: block ``index`` is now ``html``; later blocks go.
+- ``["html", index, html]``: block ``index`` is now ``html``.
 - ``["code", index, lang, start, lines]``: block ``index`` is code whose lines
-  from ``start`` on are ``lines``; later blocks go.
+  from ``start`` on are ``lines``.
+
+and how many blocks there are now; what a page has beyond that goes.
 
 A page that lags behind, or that has just arrived, is sent more at once and
 never a gap: each keeps a :class:`Shown` and gets the difference.
@@ -48,22 +50,20 @@ class Shown:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
 
-    def advance(self, blocks: Sequence[Block]) -> list[Op]:
-        """The operations that bring this page to ``blocks``."""
+    def advance(self, blocks: Sequence[Block]) -> dict[str, Any] | None:
+        """``{"count", "ops"}`` that bring this page to ``blocks``; ``None`` where it is there."""
         first = 0
         while first < len(blocks) and first < len(self.blocks) and blocks[first] is self.blocks[first]:
             first += 1
         ops: list[Op] = []
         for index in range(first, len(blocks)):
-            new = blocks[index]
             old = self.blocks[index] if index < len(self.blocks) else None
-            op = _difference(index, old, new)
-            if op is not None or (index == len(blocks) - 1 and len(self.blocks) > len(blocks)):
-                ops.append(op or _whole(index, new))
-        if not blocks and self.blocks:
-            ops.append(["html", 0, ""])
+            op = _difference(index, old, blocks[index])
+            if op is not None:
+                ops.append(op)
+        changed = bool(ops) or len(blocks) != len(self.blocks)
         self.blocks = list(blocks)
-        return ops
+        return {"count": len(blocks), "ops": ops} if changed else None
 
 
 def _whole(index: int, block: Block) -> Op:
@@ -123,6 +123,7 @@ class LiveMarkdown:
             self._finished = len(self.blocks) - 1
         return self.blocks
 
+
 @lru_cache(maxsize=256)
 def complete(text: str) -> tuple[Block, ...]:
     """The blocks of a text that no longer grows."""
@@ -130,9 +131,9 @@ def complete(text: str) -> tuple[Block, ...]:
     return tuple(_block(group, env, code_lines) for group in top_level(PARSER.parse(text, env)))
 
 
-def complete_ops(text: str) -> list[Op]:
+def complete_content(text: str) -> dict[str, Any]:
     """The operations that show a finished text from nothing."""
-    return Shown().advance(complete(text))
+    return Shown().advance(complete(text)) or {"count": 0, "ops": []}
 
 
 def _block(tokens: list[Token], env: dict[str, Any], lines: Callable[[str, str], list[str]]) -> Block:

@@ -28,8 +28,10 @@ from pygments.util import ClassNotFound
 HIGHLIGHT_LIMIT = 60_000
 """Longest code, in characters, that is highlighted; longer code is shown plain."""
 
-_TAGS = set(
-    ["p", "br", "hr", "strong", "em", "s", "del", "code", "pre", "span", "blockquote", "ul", "ol", "li", "h1", "h2", "h3", "h4", "h5", "h6", "table", "thead", "tbody", "tr", "th", "td", "a"]
+_TAGS = (
+    {"p", "br", "hr", "strong", "em", "s", "del", "code", "pre", "span", "a"}
+    | {"blockquote", "ul", "ol", "li", "table", "thead", "tbody", "tr", "th", "td"}
+    | {f"h{level}" for level in range(1, 7)}
 )
 _CLEANER = nh3.Cleaner(
     tags=_TAGS,

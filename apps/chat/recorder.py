@@ -106,7 +106,8 @@ class Recorder:
         recording.watchers.discard(watcher)
         if recording.watchers or recording.over or recording.message_id in self._leaving:
             return
-        grace = getattr(settings, "CHAT_LOST_GRACE", 30.0) if lost else getattr(settings, "CHAT_LEAVE_GRACE", 1.2)
+        name, default = ("CHAT_LOST_GRACE", 30.0) if lost else ("CHAT_LEAVE_GRACE", 1.2)
+        grace = getattr(settings, name, default)
         task = self._spawn(self._abandon(recording, grace), f"chat-leave-{recording.message_id}")
         self._leaving[recording.message_id] = task
 
@@ -138,7 +139,7 @@ class Recorder:
     async def _abandon(self, recording: Recording, grace: float) -> None:
         try:
             await asyncio.sleep(grace)
-            while await database_sync_to_async(services.held)(recording.message_id):
+            while await database_sync_to_async(services.held)(recording.message_id):  # noqa: ASYNC110
                 await asyncio.sleep(0.5)
             if not recording.watchers and not recording.over:
                 await self.stop(recording, Reason.CLIENT_GONE)
@@ -168,7 +169,7 @@ class Recorder:
         except Exception:
             # The edge of this task: the answer must not stay "streaming" for ever.
             logger.exception("chat answer %s could not be started", recording.message_id)
-            await self._end(recording, State.FAILED, "internal", "Something went wrong on the server.", "internal")
+            await self._end(recording, State.FAILED, "internal", _INTERNAL, "internal")
             return
         recording.prompt_tokens = len(job.prompt_ids)
         spec = RequestSpec(
@@ -190,9 +191,7 @@ class Recorder:
             await self._end(recording, State.FAILED, "interrupted", _INTERRUPTED, "interrupted")
             return
         request_id, seq = recording.request_id, recording.seq
-        await self._record(
-            recording, lambda: self.gateway.attach(request_id, after_seq=seq, owner=caller.owner)
-        )
+        await self._record(recording, lambda: self.gateway.attach(request_id, after_seq=seq, owner=caller.owner))
 
     async def _follow(self, recording: Recording) -> bool:
         """Show what another process saves, until the answer ends (true) or its writer is gone (false)."""
@@ -244,7 +243,7 @@ class Recorder:
         except Exception:
             # The edge of this task: a reply is owed to every watcher.
             logger.exception("chat answer %s broke off", recording.message_id)
-            await self._end(recording, State.FAILED, "internal", "Something went wrong on the server.", "internal")
+            await self._end(recording, State.FAILED, "internal", _INTERNAL, "internal")
         else:
             await self._finished(recording)
         finally:
@@ -303,9 +302,7 @@ class Recorder:
             logger.warning("chat answer %s: last text not saved", recording.message_id)
         recording.release()
 
-    async def _end(
-        self, recording: Recording, state: str, reason: str, error: str = "", code: str = ""
-    ) -> None:
+    async def _end(self, recording: Recording, state: str, reason: str, error: str = "", code: str = "") -> None:
         fields = {
             "state": state,
             "reason": reason,
@@ -348,5 +345,6 @@ def _code(exc: Refused) -> str:
     return names.get(type(exc).__name__, "refused")
 
 
+_INTERNAL = "Something went wrong on the server."
 _UNAVAILABLE = "The service could not reach its own store. Try again in a moment."
 _INTERRUPTED = "The answer was interrupted and could not be picked up again."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from apps.chat.live import complete_ops
+from apps.chat.live import complete_content
 from apps.chat.models import Conversation, Message, branch
 from apps.chat.services import is_cut
 
@@ -22,7 +22,7 @@ def conversation_json(conversation: Conversation) -> dict[str, Any]:
 
 
 def message_json(message: Message, siblings: list[str] | None = None) -> dict[str, Any]:
-    """One message; ``ops`` (see ``live``) only for answers that no longer change."""
+    """One message; ``content`` (see ``live``) only for answers that no longer change."""
     answer = message.role == Message.Role.ASSISTANT
     return {
         "id": str(message.id),
@@ -30,7 +30,7 @@ def message_json(message: Message, siblings: list[str] | None = None) -> dict[st
         "parent": str(message.parent_id) if message.parent_id else None,
         "role": message.role,
         "text": message.text,
-        "ops": complete_ops(message.text) if answer and not message.streaming else None,
+        "content": complete_content(message.text) if answer and not message.streaming else None,
         "state": message.state,
         "reason": message.reason,
         "cut": answer and is_cut(message),

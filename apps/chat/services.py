@@ -284,10 +284,22 @@ def _continue(user: Any, body: dict[str, Any], ref: str, model: str) -> Turn:
 
 
 def _restart(message: Message, ref: str, model: str, *, continues: bool = False) -> Turn:
-    changed = Message.objects.filter(id=message.id).exclude(state=State.STREAMING).update(
-        state=State.STREAMING, reason="", error="", error_code="", client_ref=ref, model=model,
-        request_id="", seq=0, hold_until=None, touched_at=timezone.now(),
-    )  # fmt: skip
+    changed = (
+        Message.objects.filter(id=message.id)
+        .exclude(state=State.STREAMING)
+        .update(
+            state=State.STREAMING,
+            reason="",
+            error="",
+            error_code="",
+            client_ref=ref,
+            model=model,
+            request_id="",
+            seq=0,
+            hold_until=None,
+            touched_at=timezone.now(),
+        )
+    )
     if not changed:
         raise ChatError("This answer is already being written.", "busy", 409)
     message.refresh_from_db()
@@ -295,9 +307,7 @@ def _restart(message: Message, ref: str, model: str, *, continues: bool = False)
     return Turn(message.conversation, message, None, continues=continues)
 
 
-def _answer(
-    conversation: Conversation, question: Message, ref: str, model: str, new_question: Message | None
-) -> Turn:
+def _answer(conversation: Conversation, question: Message, ref: str, model: str, new_question: Message | None) -> Turn:
     answer = Message.objects.create(
         conversation=conversation,
         parent=question,
@@ -361,9 +371,9 @@ def begin_request(message_id: uuid.UUID, request_id: str) -> None:
 def checkpoint(message_id: uuid.UUID, request_id: str, seq: int, **fields: Any) -> bool:
     """Save what has come so far. False where another process now writes this answer, or it has ended."""
     return bool(
-        Message.objects.filter(
-            id=message_id, request_id=request_id, state=State.STREAMING, seq__lte=seq
-        ).update(seq=seq, touched_at=timezone.now(), **fields)
+        Message.objects.filter(id=message_id, request_id=request_id, state=State.STREAMING, seq__lte=seq).update(
+            seq=seq, touched_at=timezone.now(), **fields
+        )
     )
 
 

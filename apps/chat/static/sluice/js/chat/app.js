@@ -1,0 +1,395 @@
+/** The chat page: what is shown, and what happens on which event. */
+
+import { SluiceClient } from "../../client/sluice.js";
+import { call } from "./api.js";
+import { Composer } from "./composer.js";
+import { $, announce } from "./dom.js";
+import { Settings } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
+import { MessageView, Scroller } from "./thread.js";
+
+const boot = JSON.parse($("boot").textContent);
+const client = new SluiceClient("/ws/chat");
+const scroller = new Scroller();
+
+/** The shown conversation; `null` for one that has no message yet. */
+let conversation = null;
+/** Views of the shown branch, first message first. */
+let views = [];
+/** Grows with every switch, so that a late reply for the conversation before is dropped. */
+let visit = 0;
+/** Answers being written, shown or not: answer id -> {stream, view, conversation}. */
+const live = new Map();
+/** Those that the server has not accepted yet. */
+const pending = new Set();
+
+const sidebar = new Sidebar({
+  open: (id) => open(id),
+  fresh: () => fresh(),
+  busy: (id) => [...live.values()].some((entry) => entry.conversation === id),
+  changed(changed) {
+    if (changed.id === conversation?.id) setConversation(changed);
+  },
+  deleted(id) {
+    for (const [answer, entry] of live) if (entry.conversation === id) live.delete(answer);
+    if (id === conversation?.id) fresh();
+    announce("Conversation deleted");
+  },
+});
+
+const settings = new Settings(boot.presets, {
+  changed(values) {
+    if (!conversation) return;
+    call("PATCH", `conversations/${conversation.id}`, { settings: values })
+      .then((detail) => (conversation = detail.conversation))
+      .catch((error) => announce(error.message));
+  },
+});
+
+const composer = new Composer({ send, stop, editLast });
+
+const actions = {
+  branch: (id) => showBranch(id),
+  edited: (view, text) => edit(view, text),
+  regenerate: (view) => regenerate(view),
+  retry: (view) => (view.resend ? view.resend() : regenerate(view)),
+  continue: (view) => continueAnswer(view),
+};
+
+// --- what is shown ---------------------------------------------------------------------------
+
+function setConversation(next) {
+  conversation = next;
+  const title = next?.title ?? "New chat";
+  $("title").textContent = title;
+  document.title = `${title} · Sluice`;
+  sidebar.select(next?.id ?? null);
+}
+
+/** Show a conversation out of the server's detail. */
+function show(detail) {
+  setConversation(detail.conversation);
+  settings.show(detail.conversation.settings);
+  views = detail.messages.map((data) => {
+    const entry = live.get(data.id);
+    if (entry) return entry.view;
+    const view = new MessageView(data, actions);
+    if (data.state === "streaming") follow(view);
+    return view;
+  });
+  draw();
+}
+
+function draw() {
+  $("messages").replaceChildren(...views.map((view) => view.element));
+  $("empty").hidden = views.length > 0;
+  answeringChanged();
+}
+
+function fresh(push = true) {
+  visit += 1;
+  setConversation(null);
+  settings.show({});
+  views = [];
+  draw();
+  composer.draft("new");
+  if (push && location.pathname !== "/") history.pushState(null, "", "/");
+  sidebar.show(false);
+  $("input").focus();
+}
+
+async function open(id, push = true) {
+  const mine = (visit += 1);
+  if (push && location.pathname !== `/c/${id}/`) history.pushState(null, "", `/c/${id}/`);
+  let detail;
+  try {
+    detail = await call("GET", `conversations/${id}`);
+  } catch (error) {
+    if (mine !== visit) return;
+    if (error.status === 404) fresh();
+    banner(error.message);
+    return;
+  }
+  if (mine !== visit) return;
+  show(detail);
+  composer.draft(id);
+  scroller.toEnd();
+  if (matchMedia("(pointer: fine)").matches) $("input").focus();
+}
+
+/** Look again, after something else may have changed it; leaves an open editor alone. */
+async function refresh() {
+  if (!conversation || views.some((view) => view.editor) || pending.size) return;
+  const mine = visit;
+  try {
+    const detail = await call("GET", `conversations/${conversation.id}`);
+    if (mine !== visit || pending.size || views.some((view) => view.editor)) return;
+    show(detail);
+    scroller.follow();
+  } catch (error) {
+    if (error.status === 404 && mine === visit) fresh();
+  }
+}
+
+async function showBranch(id) {
+  try {
+    show(await call("PATCH", `conversations/${conversation.id}`, { leaf: id }));
+  } catch (error) {
+    announce(error.message);
+  }
+}
+
+/** The answer that is being written at the end of the shown branch. */
+function current() {
+  const last = views.at(-1);
+  return [...pending, ...live.values()].find((entry) => entry.view === last) ?? null;
+}
+
+function answeringChanged() {
+  composer.setAnswering(current() !== null);
+}
+
+// --- turns -----------------------------------------------------------------------------------
+
+function send(text) {
+  const parent = views.at(-1);
+  if (parent && (!parent.answer || !parent.data.id)) return false;
+  const body = text.replace(/^\n+|\n+$/g, "");
+  const question = new MessageView({ role: "user", text: body }, actions);
+  const answer = blank();
+  views = [...views, question, answer];
+  draw();
+  scroller.toEnd();
+  const request = { op: "send", text: body, conversation: conversation?.id ?? null, parent: parent?.data.id ?? null };
+  if (!conversation) request.settings = settings.forNew();
+  answer.resend = () => {
+    views = views.filter((view) => view !== question && view !== answer);
+    send(body);
+  };
+  start(request, answer, question);
+  return true;
+}
+
+function edit(view, text) {
+  const at = views.indexOf(view);
+  if (!view.data.id || at < 0) return;
+  const question = new MessageView({ ...view.data, id: null, text, siblings: [] }, actions);
+  const answer = blank();
+  answer.resend = () => edit(view, text);
+  views = [...views.slice(0, at), question, answer];
+  draw();
+  scroller.toEnd();
+  start({ op: "edit", message: view.data.id, text }, answer, question);
+}
+
+function regenerate(view) {
+  const at = views.indexOf(view);
+  if (!view.data.id || at < 0) return;
+  const answer = blank();
+  answer.resend = () => {
+    views = [...views.slice(0, at), view];
+    regenerate(view);
+  };
+  views = [...views.slice(0, at), answer];
+  draw();
+  start({ op: "regenerate", message: view.data.id }, answer);
+}
+
+function continueAnswer(view) {
+  view.update({ ...view.data, state: "streaming", cut: false, content: null });
+  start({ op: "continue", message: view.data.id }, view);
+}
+
+function blank() {
+  return new MessageView({ role: "assistant", text: "", state: "streaming", model: $("model").value }, actions);
+}
+
+/** Send a turn, and show what comes of it. */
+function start(request, view, question = null) {
+  const mine = visit;
+  const entry = { view, conversation: conversation?.id ?? null, stream: null };
+  pending.add(entry);
+  const handlers = streamHandlers(entry);
+  handlers.accepted = (event) => {
+    pending.delete(entry);
+    entry.conversation = event.conversation.id;
+    entry.answer = event.answer;
+    live.set(event.answer, entry);
+    for (const message of event.messages) {
+      if (message.role === "user") question?.update(message);
+      else view.update(message);
+    }
+    if (mine === visit) {
+      if (!conversation) {
+        history.replaceState(null, "", `/c/${event.conversation.id}/`);
+        composer.key = event.conversation.id;
+      }
+      setConversation(event.conversation);
+      settings.show(event.conversation.settings);
+    }
+    sidebar.put(event.conversation);
+  };
+  const resume = (stream) =>
+    entry.answer ? { type: "attach", id: stream.id, message: entry.answer } : stream.request;
+  entry.stream = client.generate({ ...request, resume }, handlers);
+  answeringChanged();
+  announce("Waiting for the answer");
+}
+
+/** Watch an answer that is being written already. */
+function follow(view) {
+  const entry = { view, conversation: view.data.conversation, answer: view.data.id, stream: null };
+  live.set(entry.answer, entry);
+  const resume = (stream) => ({ type: "attach", id: stream.id, message: entry.answer });
+  entry.stream = client.attach({ message: entry.answer, resume }, streamHandlers(entry));
+}
+
+function streamHandlers(entry) {
+  const { view } = entry;
+  return {
+    queued: (event) => view.wait(queueText(event.position)),
+    render: (event) => frame(() => view.render(event)),
+    done(event) {
+      live.delete(entry.answer);
+      frame(() => view.update(event.message));
+      ended(entry);
+      announce(endText(event.message));
+    },
+    error(event) {
+      // Nothing was stored, or it cannot be watched: the message says so and offers to try again.
+      live.delete(entry.answer);
+      pending.delete(entry);
+      const { message, code } = event.error;
+      view.update({ ...view.data, state: "failed", error: message, code, cut: false });
+      ended(entry);
+      announce(message);
+    },
+  };
+}
+
+function ended() {
+  answeringChanged();
+  sidebar.draw();
+  scroller.follow();
+}
+
+/** Change the thread, keep its end in view, and note how long that took. */
+function frame(change) {
+  const begin = performance.now();
+  change();
+  scroller.follow();
+  performance.measure("sluice-frame", { start: begin, end: performance.now() });
+}
+
+function stop() {
+  const entry = current();
+  if (!entry) return;
+  entry.stream.cancel(entry.answer ? { message: entry.answer } : {});
+  $("input").focus();
+}
+
+function editLast() {
+  if (current()) return false;
+  const last = views.findLast((view) => !view.answer);
+  last?.edit();
+  return Boolean(last);
+}
+
+function queueText(position) {
+  return position === 0 ? "Next in the queue" : `${position} ahead in the queue`;
+}
+
+function endText(message) {
+  if (message.state === "complete") return "Answer complete";
+  return message.state === "stopped" ? "Answer stopped" : `The answer failed: ${message.error}`;
+}
+
+// --- the connection --------------------------------------------------------------------------
+
+function banner(text) {
+  $("connection").textContent = text;
+  $("connection").hidden = !text;
+}
+
+let lost = null;
+client.addEventListener("state", ({ detail: state }) => {
+  if (state === "open") {
+    clearTimeout(lost);
+    banner("");
+    if (lost !== null && !current()) refresh();
+    lost = null;
+  } else if (state === "waiting") {
+    lost ??= setTimeout(() => banner("Connection lost. Reconnecting…"), 700);
+    // A refused handshake looks like a lost network; the list tells a session that has ended.
+    if (client.attempt >= 3) call("GET", "conversations").catch(() => {});
+  }
+});
+client.addEventListener("refused", () => location.reload());
+client.addEventListener("message", ({ detail: message }) => {
+  if (message.type === "hello" || message.type === "models") modelsKnown(message);
+  else if (message.type === "changed") changedElsewhere(message);
+  else if (message.type === "error") banner(message.error.message);
+});
+
+let askAgain;
+function modelsKnown(message) {
+  settings.setModels(message);
+  clearTimeout(askAgain);
+  const ready = message.models.some((model) => model.ready);
+  askAgain = setTimeout(() => client.send({ type: "models" }), ready ? 60000 : 3000);
+}
+
+function changedElsewhere({ conversation: id, answer }) {
+  sidebar.refresh().catch(() => {});
+  if (id === conversation?.id && !(answer && live.has(answer))) refresh();
+}
+
+// The page goes: say so, since a socket that merely breaks is waited for. It may also come back,
+// out of the browser's cache.
+addEventListener("pagehide", () => client.close(4001));
+addEventListener("pageshow", (event) => {
+  if (event.persisted) client.connect();
+});
+let hiddenAt = 0;
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) hiddenAt = Date.now();
+  else if (Date.now() - hiddenAt > 5000) {
+    sidebar.refresh().catch(() => {});
+    if (!current()) refresh();
+  }
+});
+
+// --- keys, links, start ----------------------------------------------------------------------
+
+document.addEventListener("keydown", (event) => {
+  if (event.isComposing) return;
+  if ((event.ctrlKey || event.metaKey) && !event.shiftKey && !event.altKey && event.key.toLowerCase() === "k") {
+    event.preventDefault();
+    sidebar.focusSearch();
+  } else if (event.key === "Escape" && !event.defaultPrevented) {
+    if (document.querySelector("dialog[open], [popover]:popover-open")) return;
+    if (sidebar.isOpen) sidebar.show(false);
+    else if (current()) stop();
+  }
+});
+addEventListener("popstate", () => {
+  const id = location.pathname.match(/^\/c\/([0-9a-f-]+)\/$/)?.[1];
+  if (id) open(id, false);
+  else fresh(false);
+});
+$("starters").addEventListener("click", (event) => {
+  const text = event.target.closest(".starter")?.textContent;
+  if (text) composer.set(text);
+  $("input").focus();
+});
+
+sidebar.set(boot.list);
+if (boot.detail) {
+  show(boot.detail);
+  composer.draft(boot.detail.conversation.id);
+  scroller.toEnd();
+} else {
+  fresh(false);
+}
+client.connect();
+document.documentElement.dataset.ready = "";

@@ -1,0 +1,95 @@
+/** The field that messages are written in. */
+
+import { $ } from "./dom.js";
+
+/** A second click of a double click must not press the Stop that has taken Send's place. */
+const STOP_GUARD_MS = 500;
+
+export class Composer {
+  /** @param {object} hooks `send(text)` gives false to keep the text, `stop()`, `editLast()` */
+  constructor(hooks) {
+    this.hooks = hooks;
+    this.input = $("input");
+    this.sentAt = 0;
+    this.answering = false;
+    this.key = "";
+    $("composer").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.send();
+    });
+    $("stop").addEventListener("click", () => {
+      if (performance.now() - this.sentAt > STOP_GUARD_MS) hooks.stop();
+    });
+    this.input.addEventListener("keydown", (event) => this.pressed(event));
+    this.input.addEventListener("input", () => this.changed());
+    this.changed();
+  }
+
+  pressed(event) {
+    // While an input method composes, Enter and the arrows belong to it. Safari ends the
+    // composition before the key arrives, and then marks it with the code 229 only.
+    if (event.isComposing || event.keyCode === 229) return;
+    if (event.key === "Enter" && !event.shiftKey && !event.ctrlKey && !event.altKey && !event.metaKey) {
+      event.preventDefault();
+      this.send();
+    } else if (event.key === "ArrowUp" && !this.input.value && !event.shiftKey) {
+      if (this.hooks.editLast()) event.preventDefault();
+    }
+  }
+
+  send() {
+    const text = this.input.value;
+    if (!text.trim() || this.answering) return;
+    if (this.hooks.send(text) === false) return;
+    this.sentAt = performance.now();
+    this.set("");
+  }
+
+  set(text) {
+    this.input.value = text;
+    this.changed();
+  }
+
+  changed() {
+    this.grow();
+    this.buttons();
+    try {
+      if (this.input.value) sessionStorage.setItem(`sluice-draft-${this.key}`, this.input.value);
+      else sessionStorage.removeItem(`sluice-draft-${this.key}`);
+    } catch {
+      // Drafts are a courtesy.
+    }
+  }
+
+  /** Switch to another conversation's draft. */
+  draft(key) {
+    this.key = key;
+    let text = "";
+    try {
+      text = sessionStorage.getItem(`sluice-draft-${key}`) ?? "";
+    } catch {
+      // As above.
+    }
+    this.set(text);
+  }
+
+  grow() {
+    this.input.style.height = "auto";
+    this.input.style.height = `${this.input.scrollHeight}px`;
+  }
+
+  /** While an answer is being written, Send gives its place to Stop. */
+  setAnswering(answering) {
+    if (answering === this.answering) return;
+    const held = document.activeElement === $("send") || document.activeElement === $("stop");
+    this.answering = answering;
+    this.buttons();
+    if (held) this.input.focus();
+  }
+
+  buttons() {
+    $("stop").hidden = !this.answering;
+    $("send").hidden = this.answering;
+    $("send").disabled = !this.input.value.trim();
+  }
+}
