@@ -144,14 +144,7 @@ class ChatTemplate:
             _append_to_last(prepared, f"{end} ")
         try:
             text = self._render(values, prepared)
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except _TEMPLATE_FAULTS as error:
             detail = str(error).replace(marker, "")
             by_template = isinstance(error, jinja2.TemplateError) and not isinstance(error, jinja2.UndefinedError)
             reason = detail if by_template and len(detail) < 300 else "a part that it needs is missing or odd"
