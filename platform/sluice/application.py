@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence
 from typing import Any
 
 from inference.errors import SluiceError
 from sluice import runtime
 from sluice.exchanges import ExchangeMiddleware
+from sluice.routes import Route, all_routes
 from sluice.routing import Labels, build_router
 from sluice.static import StaticFiles
-
-logger = logging.getLogger(__name__)
 
 
 class Started:
@@ -48,7 +47,8 @@ async def _lifespan(receive: Any, send: Any) -> None:
             return
 
 
-def build_application(django_app: Any) -> Any:
-    """Exchange count, then start-up, then routing."""
-    app = Started(build_router(django_app, StaticFiles()))
-    return ExchangeMiddleware(app, runtime.exchanges, Labels())
+def build_application(django_app: Any, routes: Sequence[Route] | None = None) -> Any:
+    """Exchange count, then start-up, then routing; of the whole route table unless ``routes`` are given."""
+    routes = all_routes() if routes is None else routes
+    app = Started(build_router(django_app, StaticFiles(), routes))
+    return ExchangeMiddleware(app, runtime.exchanges, Labels(routes))

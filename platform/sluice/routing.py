@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from channels.routing import ProtocolTypeRouter, URLRouter
@@ -9,7 +10,7 @@ from django.conf import settings
 from django.urls import Resolver404, path, re_path, resolve
 
 from sluice.consumers.errors import error_body
-from sluice.routes import Route, RouteMatcher, all_routes, is_canonical
+from sluice.routes import Route, RouteMatcher, is_canonical
 
 
 def _with_route(route: Route, app: Any) -> Any:
@@ -42,14 +43,26 @@ class CanonicalPaths:
         await app(scope, receive, send)
 
 
-def build_router(django_app: Any, static_app: Any) -> Any:
-    """The router of both protocols: the route table first, then static files, then Django."""
+class JsonNotFound:
+    """Django's pages, except where a path lies beside the API: its clients expect errors as JSON."""
+
+    def __init__(self, app: Any, routes: Sequence[Route]) -> None:
+        self.app = app
+        self._first = {route.path.partition("/")[0] for route in routes if route.kind == "http"}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        first = scope["path"].split("/", 2)[1]
+        await (not_found if first in self._first else self.app)(scope, receive, send)
+
+
+def build_router(django_app: Any, static_app: Any, routes: Sequence[Route]) -> Any:
+    """The router of both protocols: the routes first, then static files, then Django."""
     http, websocket = [], []
-    for route in all_routes():
+    for route in routes:
         target = http if route.kind == "http" else websocket
         target.append(path(route.path, _with_route(route, route.application())))
     http.append(re_path("^" + settings.STATIC_URL.lstrip("/"), static_app))
-    http.append(re_path("", django_app))
+    http.append(re_path("", JsonNotFound(django_app, routes)))
     websocket.append(re_path("", not_found))
     return ProtocolTypeRouter(
         {"http": CanonicalPaths(URLRouter(http)), "websocket": CanonicalPaths(URLRouter(websocket))}
@@ -59,8 +72,8 @@ def build_router(django_app: Any, static_app: Any) -> Any:
 class Labels:
     """The route template of a scope, out of a closed set: what counts and metrics are kept by."""
 
-    def __init__(self) -> None:
-        self._matcher = RouteMatcher(all_routes())
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._matcher = RouteMatcher(routes)
 
     def __call__(self, scope: Any) -> str:
         path = scope["path"]

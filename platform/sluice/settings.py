@@ -175,6 +175,8 @@ LOGGING = {
         # Their own handlers would print each line twice, and mail is not sent from here.
         "django": {"handlers": [], "propagate": True, "level": SLUICE.log_level.upper()},
         "django.server": {"handlers": [], "propagate": True},
+        # A 404 is the client's business; junk traffic must not fill the log.
+        "django.request": {"level": "ERROR"},
         "daphne": {"level": "WARNING"},
         "httpx": {"level": "WARNING"},
     },

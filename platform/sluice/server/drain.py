@@ -22,6 +22,7 @@ import time
 from collections.abc import Awaitable
 from typing import Any
 
+from inference.errors import SluiceError
 from sluice.conf import ENDING_SECONDS, ServerConfig
 from sluice.consumers.live import live_consumers
 from sluice.exchanges import ExchangeRegistry
@@ -31,6 +32,8 @@ logger = logging.getLogger("sluice.drain")
 
 LOG_EVERY = 5.0
 WARN_AFTER = 30.0
+#: Of the time for ending, what the process itself needs to leave.
+LEAVE_SECONDS = 1.0
 #: Ids named in one log line.
 MAX_IDS = 50
 
@@ -104,6 +107,7 @@ class Drain:
         if self._task is not None:
             self._task.cancel()
         self._task = asyncio.get_event_loop().create_task(self._exit(), name="drain")
+        self._task.add_done_callback(self._exited)
 
     def on_command(self, verb: str) -> None:
         """An operator's ``drain`` or ``undrain``. Neither has a say once the process is leaving."""
@@ -156,6 +160,13 @@ class Drain:
         if self._server is not None:
             self._server.stop()
 
+    def _exited(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            logger.critical("the drain failed; leaving at once", exc_info=exc)
+            if self._server is not None:
+                self._server.exit_code = 1
+                self._server.stop()
+
     # --- the steps --------------------------------------------------------------------
 
     def _move(self, state: ServerState, *, undo: bool = False) -> None:
@@ -197,27 +208,31 @@ class Drain:
     async def _end(self) -> None:
         """End everything that is left, in a fixed time."""
         hooks = self.hooks
+        ends = time.monotonic() + ENDING_SECONDS - LEAVE_SECONDS
         if len(self.exchanges):
             await self._report_open()
-        await self._wait(hooks.end_streams(), 0.5)
+        await self._wait(hooks.end_streams(), 0.3)
         # Their handlers now write the last event and leave.
-        await self._wait(self.exchanges.wait_empty(), 1.0)
+        await self._wait(self.exchanges.wait_empty(), 0.8)
         left = [consumer.shut_down() for consumer in live_consumers()]
         if left:
             logger.warning("ending %d exchanges at the deadline", len(left), extra={"event": "drain_cut"})
-            await self._wait(asyncio.gather(*left, return_exceptions=True), 1.0)
+            await self._wait(asyncio.gather(*left, return_exceptions=True), 0.8)
         if self._server is not None:
             self._server.close_idle()
-            await self._wait(self._server.wait_closed(), 0.5)
+            await self._wait(self._server.wait_closed(), 0.4)
+            # Those who do not read have no say in when we leave. Their handlers wake up by it.
             self._server.abort_all()
-        await self._wait(hooks.stop(1.0), 1.5)
+            await self._wait(self.exchanges.wait_empty(), 0.2)
+        seconds = max(0.5, ends - time.monotonic())
+        await self._wait(hooks.stop(seconds * 0.8), seconds)
 
     async def _report_open(self) -> None:
         details = ""
         try:
             async with asyncio.timeout(1.0):
                 details = await self.hooks.describe()
-        except TimeoutError:
+        except (TimeoutError, SluiceError):
             details = "redis does not answer"
         ids = self.hooks.open_ids() or self.exchanges.ids()
         shown = ", ".join(ids[:MAX_IDS]) + (f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else "")
@@ -235,19 +250,23 @@ class Drain:
         )
 
     async def _wait(self, waited: Awaitable[Any], seconds: float) -> None:
-        """Wait for something, at most so long; what it raises is logged, and the drain goes on."""
+        """Wait for something, at most so long; what it raises is logged, and the drain goes on.
+
+        Something that does not heed its cancellation is left behind: nothing may hold up a drain.
+        """
+        task = asyncio.ensure_future(waited)
         try:
-            async with asyncio.timeout(seconds):
-                await waited
-        except TimeoutError:
-            pass
-        except Exception as exc:  # noqa: BLE001 - whatever breaks, the process still has to leave in order
-            logger.error("a step of the drain failed", exc_info=exc)
+            await asyncio.wait({task}, timeout=seconds)
+        finally:
+            if not task.done():
+                task.cancel()
+        if task.done():
+            _report(task)
 
 
-def _report(task: asyncio.Task[Any]) -> None:
+def _report(task: asyncio.Future[Any]) -> None:
     if not task.cancelled() and (exc := task.exception()) is not None:
-        logger.error("an exchange did not end as it should", exc_info=exc)
+        logger.error("a step of the drain failed", exc_info=exc)
 
 
 class _Watchdog:

@@ -16,7 +16,7 @@ from daphne.server import Server, twisted_loop
 from twisted.internet import defer, reactor
 from twisted.logger import STDLibLogObserver, globalLogBeginner
 
-from inference.errors import SluiceError
+from inference.errors import SluiceError, StoreUnavailable
 from sluice.conf import ServerConfig
 from sluice.exchanges import ExchangeRegistry
 from sluice.server.drain import Drain
@@ -135,7 +135,9 @@ class SluiceServer(Server):
             return
         exc = task.exception()
         if exc is not None:
-            if isinstance(exc, SluiceError):
+            if isinstance(exc, StoreUnavailable):
+                logger.error("cannot start: %s. Start Redis, or correct REDIS_URL.", str(exc).rstrip("."))
+            elif isinstance(exc, SluiceError):
                 logger.error("cannot start: %s", exc)
             else:
                 logger.error("cannot start", exc_info=exc)
@@ -154,7 +156,7 @@ class SluiceServer(Server):
         for task in tasks:
             task.cancel()
         if tasks:
-            loop.run_until_complete(asyncio.wait(tasks, timeout=1))
+            loop.run_until_complete(asyncio.wait(tasks, timeout=0.3))
 
     # --- connections ------------------------------------------------------------------
 
@@ -251,7 +253,7 @@ class SluiceServer(Server):
             protocol.abort()
 
     def kill_all_applications(self) -> Any:
-        """Cancel what still runs when the loop is about to stop; at most a second."""
+        """Cancel what still runs when the loop is about to stop; but not for long."""
         tasks = []
         for details in self.connections.values():
             task = details.get("application_instance")
@@ -261,7 +263,7 @@ class SluiceServer(Server):
         if not tasks:
             return None
         logger.warning("cancelled %d applications at the end of the drain", len(tasks))
-        return defer.Deferred.fromFuture(asyncio.ensure_future(asyncio.wait(tasks, timeout=1)))
+        return defer.Deferred.fromFuture(asyncio.ensure_future(asyncio.wait(tasks, timeout=0.3)))
 
 
 async def _receive_and_tell(queue: asyncio.Queue[Any], protocol: Any) -> Any:

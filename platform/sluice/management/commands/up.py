@@ -65,6 +65,7 @@ class Command(BaseCommand):
             self._say("Stopping ..." if signals.hurry else "Draining (Ctrl-C to hurry) ...")
         except (SluiceError, ChildEnded) as exc:
             problem = str(exc)
+            signals.hurry = True  # nobody can be served any more
         finally:
             killed = tree.stop()
         if killed:
