@@ -97,7 +97,7 @@ class Query:
     def select(self, views: list[RequestView], now_ms: int) -> list[RequestView]:
         """Those that match, in order; equal ones newest first, so that rows do not jump about."""
         found = [v for v in views if self.matches(v, now_ms)]
-        found.sort(key=lambda v: (-v.created_ms, v.id))
+        found.sort(key=lambda v: (v.created_ms, v.id), reverse=True)  # as Redis orders its index
         found.sort(key=SORTS[self.sort.removeprefix("-")], reverse=self.sort.startswith("-"))
         return found
 
