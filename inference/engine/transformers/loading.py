@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +37,7 @@ def load_model(folder: str, device: torch.device, config: Config) -> Loaded:
     path = Path(folder)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelUnavailable(f"{path.name}: no config.json in the model folder; fetch the model again")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    _quieten()
     common = {"local_files_only": path.is_dir(), "trust_remote_code": config.trust_remote_code}
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -58,6 +58,20 @@ def load_model(folder: str, device: torch.device, config: Config) -> Loaded:
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         context_length=min(wanted, longest) if wanted and longest else wanted or longest or 4096,
     )
+
+
+def _quieten() -> None:
+    """Leave the library's words to the process's own logging, and only those that matter.
+
+    Its batching logger writes to standard error by itself, and at lower levels
+    prints token ids of prompts.
+    """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    batching = logging.getLogger("ContinuousBatchingLogger")
+    batching.handlers.clear()
+    batching.propagate = True
+    batching.setLevel(logging.ERROR)
 
 
 def model_dtype(name: str, device: torch.device) -> torch.dtype:
