@@ -43,6 +43,7 @@ class Plan:
         keep: answers returned per prompt (``n``); fewer than generated with ``best_of``.
         echo: per prompt, the text to put in front.
         show_logprobs: alternatives to show, ``None`` for no log probabilities.
+        usage_at_end: the last chunk of a stream tells the usage although no chunk of its own was asked for.
     """
 
     id: str
@@ -58,6 +59,7 @@ class Plan:
     echo: list[str] = field(default_factory=list)
     show_logprobs: int | None = None
     tools: toolkit.ToolUse | None = None
+    usage_at_end: bool = False
     priority: str = "normal"
     timeout: float = 600.0
     resumable: bool = False
@@ -167,6 +169,8 @@ async def completion(body: CompletionBody, caller: Principal) -> Plan:
         per_prompt=count,
         echo=echo,
         show_logprobs=shown,
+        # Whoever sends token ids counts tokens: such streams say in their last chunk what they came to.
+        usage_at_end=body.stream_options is None and all(isinstance(text, list) for text in texts),
         **_service(body, caller),
     )
 

@@ -1,0 +1,131 @@
+"""A whole site of its own: Valkey, a worker pool with scripted models, a server, keys."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from inference.embedded import EmbeddedValkey
+from tests.conftest import ROOT
+from tests.support import eventually_sync
+
+MODELS = (
+    "demo=scripted:rate=0,say=1,faults=1 "
+    "slow=scripted:rate=20,say=1,faults=1,context=2048 "
+    "one=scripted:rate=20,slots=1"
+)
+
+
+@dataclass
+class Site:
+    """Addresses and keys of a running site.
+
+    Attributes:
+        key: may generate and read. admin: also everything else. other: another
+            ordinary key. demo_only: may use the model ``demo`` alone.
+    """
+
+    url: str
+    key: str
+    admin: str
+    other: str
+    demo_only: str
+    log: Path
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def host(self) -> str:
+        return self.url.removeprefix("http://")
+
+    @asynccontextmanager
+    async def client(self, key: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+        headers = {"Authorization": f"Bearer {self.key if key is None else key}"}
+        async with httpx.AsyncClient(base_url=self.url, headers=headers, timeout=30) as client:
+            yield client
+
+
+def start(folder: Path, valkey: EmbeddedValkey) -> Site:
+    """Bring a site up; ``stop`` takes it down."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}",
+        "REDIS_URL": valkey.url,
+        "SLUICE_MODELS": MODELS,
+        "SLUICE_VAR_DIR": str(folder),
+        "SLUICE_PRE_DRAIN": "0",
+        "SLUICE_PING_INTERVAL": "0.3",
+        "SLUICE_DEBUG": "0",
+    }
+
+    def manage(*args: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "manage.py", *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    manage("migrate", "--verbosity", "0")
+    manage("shell", "-c", "from django.contrib.auth.models import User; User.objects.create_superuser('root', '', 'pw')")
+    key, other = (manage("apikey", "create", name, "--quiet").split()[-1] for name in ("first", "second"))
+    admin_scopes = ("--scope", "generate", "--scope", "read", "--scope", "admin", "--user", "root")
+    admin = manage("apikey", "create", "boss", *admin_scopes, "--quiet").split()[-1]
+    demo_only = manage("apikey", "create", "narrow", "--model", "demo", "--quiet").split()[-1]
+    log = (folder / "server.log").open("w")
+    pool = subprocess.Popen(
+        [sys.executable, "manage.py", "runworker", "--devices", "cpu"], cwd=ROOT, env=env, stderr=log, text=True
+    )
+    server = subprocess.Popen(
+        [sys.executable, "manage.py", "serve", "--port", "0"],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+    )
+    log.close()  # the processes have their own
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    found = re.search(r"serves (http://[^/]+)/", line)
+    assert found, (folder / "server.log").read_text()
+    site = Site(found[1], key, admin, other, demo_only, folder / "server.log", [server, pool])
+
+    def ready() -> bool:
+        return httpx.get(f"{site.url}/readyz").status_code == 200
+
+    eventually_sync(ready, 60, every=0.1, what="the site is ready")
+    return site
+
+
+def stop(site: Site) -> None:
+    for process in site.processes:
+        process.terminate()
+    for process in site.processes:
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def chat(text: str = "hi", **fields: Any) -> dict[str, Any]:
+    """A chat body for the model ``demo``."""
+    body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0}
+    return {**body, **fields}
+
+
+def events(raw: str) -> list[str]:
+    """The data of each event of a finished stream; comments are left out."""
+    assert "\r" not in raw
+    blocks = [block for block in raw.split("\n\n") if block and not block.startswith(":")]
+    return [line[6:] for block in blocks for line in block.split("\n") if line.startswith("data: ")]

@@ -1,0 +1,75 @@
+"""Calls are found wherever the stream happens to be cut, and nothing of an answer gets lost."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apps.api.render.chat import whole_calls
+from apps.api.toolparse import CallDelta, ToolParser
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris {\\"}"}}\n</tool_call>'
+
+
+def parse(text: str, cuts: list[int], limit: int | None = None) -> tuple[str, list[dict[str, object]]]:
+    parser = ToolParser({"get_weather", "b"}, limit)
+    places = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
+    content, calls = "", list[CallDelta]()
+    for begin, end in zip(places, places[1:], strict=False):
+        part = parser.feed(text[begin:end])
+        content += part.content
+        calls += part.calls
+    rest = parser.finish()
+    return content + rest.content, whole_calls(calls + rest.calls)
+
+
+@given(st.lists(st.integers(0, 500), max_size=12))
+def test_a_call_between_texts(cuts: list[int]) -> None:
+    content, calls = parse(f"Let me look. \n{CALL}\n", cuts)
+    assert content == "Let me look."
+    assert len(calls) == 1
+    assert calls[0]["function"]["name"] == "get_weather"  # type: ignore[index]
+    assert json.loads(calls[0]["function"]["arguments"]) == {"city": 'Paris {"}'}  # type: ignore[index]
+
+
+@given(st.lists(st.integers(0, 500), max_size=12))
+def test_two_calls_and_the_limit(cuts: list[int]) -> None:
+    other = '<tool_call>{"arguments": {"x": [1]}, "name": "b"}</tool_call>'
+    content, calls = parse(CALL + "\n" + other, cuts)
+    assert content == ""
+    assert [call["function"]["name"] for call in calls] == ["get_weather", "b"]  # type: ignore[index]
+    assert len(parse(CALL + "\n" + CALL, cuts, limit=1)[1]) == 1
+
+
+@given(
+    st.sampled_from(
+        [
+            "no call at all",
+            "a < b <tool and <tool_cal",
+            "  spaces  \n\n",
+            '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+            "x <tool_call>not json</tool_call> y",
+            '<tool_call>{"name": "get_weather", "arguments": 5}</tool_call>',
+            "<tool_call>",
+            "",
+        ]
+    ),
+    st.lists(st.integers(0, 500), max_size=12),
+)
+def test_what_is_no_call_stays_text(text: str, cuts: list[int]) -> None:
+    assert parse(text, cuts) == (text, [])
+
+
+def test_a_call_that_is_cut_off_keeps_what_it_has() -> None:
+    content, calls = parse(CALL[:60], [])
+    assert content == ""
+    assert calls[0]["function"] == {"name": "get_weather", "arguments": CALL[CALL.index('{"city') : 60]}
+
+
+def test_the_name_is_known_before_the_arguments_are() -> None:
+    parser = ToolParser({"get_weather"})
+    first = parser.feed(CALL[:53]).calls
+    assert first[0].name == "get_weather"
+    assert first[0].id
