@@ -46,6 +46,9 @@ from __future__ import annotations
 PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 """Classes of the queue; a class is served only when those before it are empty."""
 
+CLASS_SPAN = 2**40
+"""Distance between the scores of two classes; the scripts know the same number."""
+
 
 class Keys:
     """Builds key names for one prefix."""

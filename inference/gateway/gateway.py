@@ -45,7 +45,8 @@ class Gateway:
 
     ``on_beat`` adds what only the server knows (exchanges, drain) to its
     heartbeat; ``on_ending`` sees the summary of each request that this process
-    settled; ``on_command`` receives an operator's ``drain`` / ``undrain``.
+    settled; ``on_accepted`` each submission that was stored; ``on_stream`` each
+    stream whose reader is done; ``on_command`` receives an operator's ``drain`` / ``undrain``.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class Gateway:
         *,
         on_beat: Callable[[], dict[str, Any]] | None = None,
         on_ending: Callable[[Ending], None] | None = None,
+        on_accepted: Callable[[Submission], None] | None = None,
+        on_stream: Callable[[RequestStream], None] | None = None,
         on_command: Callable[[str], None] | None = None,
     ) -> None:
         self.id = f"s-{secrets.token_hex(5)}"
@@ -61,6 +64,8 @@ class Gateway:
         self.state = "serving"
         self._on_beat = on_beat or dict
         self._on_ending = on_ending or (lambda ending: None)
+        self._on_accepted = on_accepted or (lambda spec: None)
+        self._on_stream = on_stream or (lambda stream: None)
         self._on_command = on_command or (lambda verb: None)
         self._started_ms = int(time.time() * 1000)
         self._aliases = [s.alias for s in config.model_specs()]
@@ -166,9 +171,11 @@ class Gateway:
         stream.position = lambda: self.views.position(spec.job.model, spec.job.id)
         self._hub.add(stream)
         submitted = self.store.submit(spec, server=self.id, slots=info.slots if info else 0)
+        submitted.add_done_callback(lambda done: self._accepted(spec, done))
         failure: BaseException | None = None
         try:
-            stream.created_ms, _ = await submitted
+            # Shielded: whether it was accepted is still to be known when this reader is gone.
+            stream.created_ms, _ = await asyncio.shield(submitted)
             stream.admitted = True
             yield stream
         except BaseException as exc:
@@ -176,9 +183,14 @@ class Gateway:
             raise
         finally:
             self._hub.remove(stream)
+            self._on_stream(stream)
             accepted = not (submitted.done() and not submitted.cancelled() and _refused(submitted))
             if accepted:
                 await self._leave(stream, failure, submitted)
+
+    def _accepted(self, spec: Submission, submitted: asyncio.Future[tuple[int, int]]) -> None:
+        if not submitted.cancelled() and submitted.exception() is None:
+            self._on_accepted(spec)
 
     def _admit(self, spec: Submission) -> ModelInfo | None:
         alias = spec.job.model
@@ -269,6 +281,7 @@ class Gateway:
             raise
         finally:
             self._hub.remove(stream)
+            self._on_stream(stream)
             if not isinstance(attached, str) and not isinstance(failure, NotFound):
                 if attached is None:
                     await asyncio.wait([call])

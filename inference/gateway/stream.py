@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -78,6 +80,11 @@ class RequestStream:
         self.outcome: Outcome | None = None
         self.created_ms = 0
         self.tokens = 0
+        self.cached = 0
+        """Prompt tokens that the engine found in its prefix cache."""
+        self.gaps = array("d")
+        """Seconds between consecutive tokens as they arrived here: one fewer than tokens."""
+        self._last_token = 0.0
         self.finish: str | None = None
         self.admitted = False
         """Whether the store is known to hold it; only then does the periodic check judge it."""
@@ -219,8 +226,17 @@ class RequestStream:
     def _take(self, frame: Frame) -> None:
         self._frames.append(frame)
         self._received = frame.seq
-        self.tokens += len(frame.ids)
         self.phase = "running"
+        count = len(frame.ids)
+        if count:
+            now = time.monotonic()
+            if self.tokens:
+                self.gaps.extend([(now - self._last_token) / count] * count)
+            else:
+                self.cached = frame.cached
+                self.gaps.extend([0.0] * (count - 1))
+            self._last_token = now
+            self.tokens += count
 
     async def _catch_up(self) -> None:
         self._behind = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from inference.keys import Keys
+from inference.keys import CLASS_SPAN, PRIORITIES, Keys
 from inference.messages import (
     Ending,
     PoolBeat,
@@ -56,6 +56,36 @@ class StoreViews:
 
     async def queue_depth(self, model: str) -> int:
         return int(await self.redis.call("ZCARD", self.keys.queue(model)))
+
+    async def queued_by_priority(self, model: str) -> dict[str, int]:
+        """Waiting requests per class; those that a lost worker left count with their class."""
+        half = CLASS_SPAN // 2
+        counts = await asyncio.gather(
+            *(
+                self.redis.call(
+                    "ZCOUNT", self.keys.queue(model), n * CLASS_SPAN - half, f"({(n + 1) * CLASS_SPAN - half}"
+                )
+                for n in PRIORITIES.values()
+            )
+        )
+        return {name: int(count) for name, count in zip(PRIORITIES, counts, strict=True)}
+
+    async def running(self, model: str) -> int:
+        """Requests that workers hold."""
+        return int(await self.redis.call("SCARD", self.keys.running(model)))
+
+    async def detached(self) -> int:
+        """Resumable requests without a reader."""
+        return int(await self.redis.call("ZCARD", self.keys.detached))
+
+    async def oldest_age(self) -> float:
+        """Age of the oldest live request, seconds; 0 where there is none."""
+        first, clock = await asyncio.gather(
+            self.redis.call("ZRANGE", self.keys.live, 0, 0, "WITHSCORES"), self.redis.call("TIME")
+        )
+        if not first:
+            return 0.0
+        return max(0.0, int(clock[0]) + int(clock[1]) / 1e6 - float(first[0][1]) / 1000)
 
     async def position(self, model: str, request_id: str) -> int | None:
         """Place in the queue, 0 first; ``None`` where it is not queued."""

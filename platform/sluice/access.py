@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 from typing import Any
 
 from django.db import DatabaseError
 
+from sluice.conf import server_config
 from sluice.consumers.errors import HttpError
 
 logger = logging.getLogger(__name__)
@@ -21,7 +23,7 @@ async def check(rule: str, scope: Any) -> Any:
     Raises:
         HttpError: 401 unknown, 403 known but not allowed, 503 the database is away.
     """
-    if rule == "public":
+    if rule == "public" or (rule == "metrics" and _may_scrape(scope)):
         return None
     from apps.accounts.auth import authenticate
 
@@ -44,6 +46,21 @@ async def check(rule: str, scope: Any) -> Any:
         )
     if rule == "session" and principal.via != "session":
         raise HttpError(403, "This needs a signed-in user.", code="session_required")
-    if rule == "staff" and not principal.is_staff:
+    if rule in ("staff", "metrics") and not principal.is_staff:
         raise HttpError(403, "This needs staff rights.", code="permission_denied")
     return principal
+
+
+def _may_scrape(scope: Any) -> bool:
+    """Whether the settings let this caller read the metrics without an account."""
+    config = server_config()
+    headers = dict(scope.get("headers", []))
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    expected = config.metrics_token.encode()
+    if expected and scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), expected):
+        return True
+    if config.metrics_access == "loopback":
+        client = scope.get("client") or ("",)
+        local = str(client[0]) in ("127.0.0.1", "::1")
+        return local and b"x-forwarded-for" not in headers and b"forwarded" not in headers
+    return config.metrics_access == "public"

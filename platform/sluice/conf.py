@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -39,6 +39,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         high_water_bytes: unsent bytes of one connection above which its
             handler waits.
         send_timeout: how long it waits before the connection is cut.
+        metrics_access: who may read ``/metrics``: ``staff`` (a key with the
+            admin scope, or staff), ``loopback`` (also anybody on this machine
+            who does not come through a proxy) or ``public``.
+        metrics_token: a bearer token that may read ``/metrics``, beside those.
         dead_peer_timeout: how long sent bytes may stay unacknowledged.
     """
 
@@ -72,6 +76,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     csrf_trusted_origins: str = ""
     behind_proxy: bool = False
     var_dir: str = ""
+
+    metrics_access: Literal["staff", "loopback", "public"] = "staff"
+    metrics_token: str = ""
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
@@ -137,7 +144,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 values[name] = msgspec.convert(raw.strip(), hints[name], strict=False)
             except msgspec.ValidationError:
-                kind = {int: "a whole number", bool: "true or false"}.get(hints[name], "a number")
+                choices = " or ".join(map(str, get_args(hints[name])))
+                kind = {int: "a whole number", float: "a number", bool: "true or false"}.get(hints[name], "a number" if name == "termination_grace" else choices)
                 raise ConfigError(f"{env_name(name)} must be {kind}, not {raw!r}") from None
         values.update({name: value for name, value in overrides.items() if value is not None})
         return cls(**values)

@@ -1,8 +1,8 @@
-"""``/livez``: the process runs. ``/readyz``: it should get traffic, and if not, why not."""
+"""``/livez``: the process runs. ``/readyz``: it should get traffic, and if not, why not. ``/metrics``."""
 
 from __future__ import annotations
 
-from sluice import runtime
+from sluice import metrics, runtime
 from sluice.consumers import StreamingHttpConsumer
 
 
@@ -23,3 +23,11 @@ class ReadyConsumer(StreamingHttpConsumer):
             await self.send_json(503, {"status": "unready", "state": state, "reasons": reasons})
         else:
             await self.send_json(200, {"status": "ready", "state": state, "reasons": []})
+
+
+class MetricsConsumer(StreamingHttpConsumer):
+    """The Prometheus exposition of this host's processes."""
+
+    async def get(self, body: bytes) -> None:
+        text, content_type = await metrics.exposition()
+        await self.send_bytes(200, text, [(b"content-type", content_type.encode())])

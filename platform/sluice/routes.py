@@ -19,7 +19,8 @@ from django.utils.module_loading import import_string
 
 #: ``public``: anybody. ``key``: an API key, or a signed-in user of this site. ``session``:
 #: a signed-in user. ``staff``: a key with the admin scope, or a signed-in staff user.
-Access = Literal["public", "key", "session", "staff"]
+#: ``metrics``: who may scrape, see ``SLUICE_METRICS_ACCESS``.
+Access = Literal["public", "key", "session", "staff", "metrics"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Route:
 OWN = [
     Route("livez", "sluice.health.LiveConsumer", access="public"),
     Route("readyz", "sluice.health.ReadyConsumer", access="public"),
+    Route("metrics", "sluice.health.MetricsConsumer", access="metrics"),
 ]
 
 #: Modules that list further routes, under these names.

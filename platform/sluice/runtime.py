@@ -102,7 +102,9 @@ async def start(core: Config | None = None) -> None:
 
     if core is not None:
         _config = core
-    candidate = Gateway(config(), on_beat=beat, on_command=_command)
+    from sluice import metrics
+
+    candidate = Gateway(config(), on_beat=beat, on_command=_command, **metrics.hooks())
     await candidate.start()
     _gateway = candidate
     _started = True

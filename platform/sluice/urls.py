@@ -8,7 +8,6 @@ from django.urls import include, path
 urlpatterns = [
     path("admin/", admin.site.urls),
     path("accounts/", include("apps.accounts.urls")),
-    path("", include("django_prometheus.urls")),
 ]
 if find_spec("apps.chat.urls"):
     urlpatterns.append(path("", include("apps.chat.urls")))
