@@ -1,0 +1,328 @@
+"""Streams and plain answers exactly as clients parse them (OC-01, OC-05, OC-11, ST-07, LC-05)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.apps.api.live import Site, chat, events
+from tests.support import eventually
+
+PATHS = {
+    "/v1/chat/completions": chat(),
+    "/v1/completions": {"model": "demo", "prompt": "once", "max_tokens": 8, "temperature": 0},
+    "/generate": {"model": "demo", "prompt": "once", "max_tokens": 8, "temperature": 0},
+}
+
+
+def texts(path: str, objects: list[dict[str, Any]]) -> str:
+    if path == "/generate":
+        return "".join(o["text"] for o in objects)
+    choices = [c for o in objects for c in o["choices"]]
+    return "".join((c["delta"].get("content") or "") if "delta" in c else c["text"] for c in choices)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_oc_01_stream_framing_and_end(site: Site, path: str) -> None:
+    async with site.client() as client:
+        reply = await client.post(path, json={**PATHS[path], "stream": True})
+        plain = await client.post(path, json={**PATHS[path], "stream": False})
+    assert reply.status_code == 200
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.headers["cache-control"] == "no-cache"
+    assert reply.headers["x-accel-buffering"] == "no"
+    assert "content-encoding" not in reply.headers
+    payloads = events(reply.text)
+    assert payloads.count("[DONE]") == 1
+    assert payloads[-1] == "[DONE]"
+    objects = [json.loads(p) for p in payloads[:-1]]
+    finishes = [o if path == "/generate" else c for o in objects for c in o.get("choices", [o])]
+    assert [f["finish_reason"] for f in finishes if f["finish_reason"]] == ["length"]
+    assert len({o["id"] for o in objects}) == 1
+    whole = plain.json()
+    if path == "/generate":
+        assert texts(path, objects) == whole["text"]
+    else:
+        choice = whole["choices"][0]
+        assert texts(path, objects) == choice.get("text", choice.get("message", {}).get("content"))
+
+
+async def test_oc_01_role_comes_first_and_once(site: Site) -> None:
+    async with site.client() as client:
+        reply = await client.post("/v1/chat/completions", json=chat(stream=True, n=2))
+    chunks = [json.loads(p) for p in events(reply.text)[:-1]]
+    roles = [c["choices"][0]["index"] for c in chunks if "role" in c["choices"][0]["delta"]]
+    assert roles == [0, 1]
+    finishes = [c["choices"][0]["index"] for c in chunks if c["choices"][0]["finish_reason"]]
+    assert sorted(finishes) == [0, 1]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_oc_05_usage_chunk_only_when_asked_for(site: Site, path: str) -> None:
+    body = {**PATHS[path], "stream": True}
+    async with site.client() as client:
+        asked = await client.post(path, json={**body, "stream_options": {"include_usage": True}})
+        silent = await client.post(path, json=body)
+        wrong = await client.post(path, json={**PATHS[path], "stream_options": {"include_usage": True}})
+        plain = await client.post(path, json=PATHS[path])
+    chunks = [json.loads(p) for p in events(asked.text)[:-1]]
+    assert [c["usage"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == plain.json()["usage"]
+    assert chunks[-1]["usage"]["completion_tokens"] == 8
+    assert not any("usage" in json.loads(p) for p in events(silent.text)[:-1])
+    assert wrong.status_code == 400
+
+
+async def test_completions_of_token_ids_say_their_usage_at_the_end(site: Site) -> None:
+    body = {"model": "demo", "prompt": [[104, 105], [104]], "max_tokens": 3, "stream": True}
+    async with site.client() as client:
+        reply = await client.post("/v1/completions", json=body)
+        off = await client.post("/v1/completions", json={**body, "stream_options": {"include_usage": False}})
+    usages = [u for p in events(reply.text)[:-1] if (u := json.loads(p).get("usage"))]
+    assert [(u["prompt_tokens"], u["completion_tokens"]) for u in usages] == [(3, 6)]
+    assert not any(json.loads(p).get("usage") for p in events(off.text)[:-1])
+
+
+async def test_oc_08_the_smaller_limit_holds(site: Site) -> None:
+    async with site.client() as client:
+        for fields in ({"max_tokens": 50, "max_completion_tokens": 5}, {"max_tokens": 5, "max_completion_tokens": 50}):
+            reply = await client.post("/v1/chat/completions", json=chat(**fields))
+            assert reply.json()["usage"]["completion_tokens"] == 5
+            assert reply.json()["choices"][0]["finish_reason"] == "length"
+
+
+async def test_lc_07_the_edge_of_the_context(site: Site) -> None:
+    async with site.client() as client:
+        used = (await client.post("/v1/chat/completions", json=chat(max_tokens=1))).json()["usage"]["prompt_tokens"]
+        room = 4096 - used
+        fits = await client.post("/v1/chat/completions", json=chat(max_tokens=room))
+        over = await client.post("/v1/chat/completions", json=chat(max_tokens=room + 1))
+        prompt = await client.post("/v1/chat/completions", json=chat("x" * 5000))
+        huge = await client.post("/v1/chat/completions", json=chat("x" * 5_000_000))
+    assert fits.status_code == 200
+    assert (over.status_code, over.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert (prompt.status_code, prompt.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert huge.status_code == 413
+
+
+async def test_prompt_lists_ids_echo_and_best_of(site: Site) -> None:
+    async def ask(**fields: Any) -> dict[str, Any]:
+        async with site.client() as client:
+            reply = await client.post("/v1/completions", json={"model": "demo", "max_tokens": 4, **fields})
+            assert reply.status_code == 200, reply.text
+            return reply.json()
+
+    both = await ask(prompt=["ab", "cd"], seed=1)
+    assert [c["index"] for c in both["choices"]] == [0, 1]
+    assert both["usage"]["prompt_tokens"] == 4
+    text, ids = await ask(prompt="ab", seed=1), await ask(prompt=[97, 98], seed=1)
+    assert text["choices"] == ids["choices"]
+    assert text["choices"][0]["text"] == both["choices"][0]["text"]
+    echoed = await ask(prompt="ab", seed=1, echo=True)
+    assert echoed["choices"][0]["text"] == "ab" + text["choices"][0]["text"]
+    assert (await ask(prompt=[99, 100], echo=True))["choices"][0]["text"].startswith("cd")
+    best = await ask(prompt="ab", n=1, best_of=3, seed=1)
+    assert len(best["choices"]) == 1
+    assert best["choices"][0]["logprobs"] is None
+    assert best["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [[]], ["a", 1], [["a"]], [-1], [10**6], [2**63], "", ["x"] * 33, None, {"a": 1}, 5]
+)
+async def test_wrong_completion_prompts(site: Site, prompt: Any) -> None:
+    async with site.client() as client:
+        reply = await client.post("/v1/completions", json={"model": "demo", "prompt": prompt, "max_tokens": 2})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"].startswith("prompt")
+
+
+async def test_oc_11_logprobs_align_with_the_text_in_both_modes(site: Site) -> None:
+    fields = {"logprobs": True, "top_logprobs": 3, "max_tokens": 16}
+    async with site.client() as client:
+        plain = (await client.post("/v1/chat/completions", json=chat(**fields))).json()["choices"][0]
+        stream = await client.post("/v1/chat/completions", json=chat(**fields, stream=True))
+    chunks = [json.loads(p)["choices"][0] for p in events(stream.text)[:-1]]
+    streamed = [entry for c in chunks if c["logprobs"] for entry in c["logprobs"]["content"]]
+    assert streamed == plain["logprobs"]["content"]
+    assert len(streamed) == 16
+    raw = b"".join(bytes(entry["bytes"]) for entry in streamed)
+    assert raw.decode("utf-8", "ignore") == plain["message"]["content"].rstrip("\ufffd")
+    assert all(len(entry["top_logprobs"]) == 3 for entry in streamed)
+
+
+async def test_oc_10_null_content_and_calls_reach_the_prompt(site: Site) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+    async def ids(messages: list[dict[str, Any]]) -> str:
+        async with site.client() as client:
+            reply = await client.post("/tokenize", json={"model": "demo", "messages": messages})
+            assert reply.status_code == 200, reply.text
+            text = await client.post("/detokenize", json={"model": "demo", "tokens": reply.json()["tokens"]})
+            return text.json()["prompt"]
+
+    def talk(content: str | None) -> list[dict[str, Any]]:
+        return [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "sun"}]},
+        ]
+
+    rendered = await ids(talk(None))
+    assert rendered == await ids(talk(""))
+    assert "None" not in rendered
+    assert "null" not in rendered
+    assert '{"name": "f", "arguments": {"a": 1}}' in rendered
+    assert "<tool_response>\nsun\n</tool_response>" in rendered
+    plain = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    assert await ids(plain) == await ids([plain[0], {**plain[1], "tool_calls": []}])
+    assert await ids([{"role": "user", "content": None}]) == await ids([{"role": "user", "content": ""}])
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    }
+]
+SAY_CALL = '[[say:<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>]]'
+
+
+async def test_tool_calls_are_found_and_streamed(site: Site) -> None:
+    body = chat(SAY_CALL, tools=TOOLS, max_tokens=200)
+    async with site.client() as client:
+        plain = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]
+        stream = await client.post("/v1/chat/completions", json={**body, "stream": True})
+    assert plain["finish_reason"] == "tool_calls"
+    assert plain["message"]["content"] is None
+    function = plain["message"]["tool_calls"][0]["function"]
+    assert function == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    deltas = [json.loads(p)["choices"][0] for p in events(stream.text)[:-1]]
+    pieces = [c for d in deltas for c in d["delta"].get("tool_calls", [])]
+    assert pieces[0]["function"]["name"] == "get_weather"
+    assert pieces[0]["id"].startswith("call_")
+    assert "".join(p["function"]["arguments"] for p in pieces) == '{"city": "Paris"}'
+    assert len(pieces) > 2
+    assert [d["finish_reason"] for d in deltas if d["finish_reason"]] == ["tool_calls"]
+
+
+async def test_tool_choice_none_offers_no_tools(site: Site) -> None:
+    async with site.client() as client:
+        reply = (await client.post("/v1/chat/completions", json=chat(SAY_CALL, tools=TOOLS, tool_choice="none", max_tokens=200))).json()
+    assert "tool_calls" not in reply["choices"][0]["message"]
+    assert "<tool_call>" in reply["choices"][0]["message"]["content"]
+
+
+async def test_oc_02_a_failing_engine_is_an_error_event_and_no_end(site: Site) -> None:
+    async with site.client() as client:
+        stream = await client.post("/v1/chat/completions", json=chat("[[error@3]]", stream=True, max_tokens=50))
+        plain = await client.post("/v1/chat/completions", json=chat("[[error@3]]", max_tokens=50))
+    payloads = events(stream.text)
+    assert "[DONE]" not in payloads
+    assert json.loads(payloads[-1])["error"]["code"] == "engine_error"
+    assert not any(c["finish_reason"] for p in payloads[:-1] for c in json.loads(p)["choices"])
+    assert plain.status_code == 500
+    assert plain.json()["error"]["code"] == "engine_error"
+
+
+async def test_timeout_is_a_deadline(site: Site) -> None:
+    body = chat(model="slow", max_tokens=1000, ignore_eos=True, timeout=0.5)
+    async with site.client() as client:
+        plain = await client.post("/v1/chat/completions", json=body)
+        stream = await client.post("/v1/chat/completions", json={**body, "stream": True})
+    assert (plain.status_code, plain.json()["error"]["code"]) == (408, "deadline_exceeded")
+    assert plain.headers["x-should-retry"] == "false"
+    assert json.loads(events(stream.text)[-1])["error"]["code"] == "deadline_exceeded"
+
+
+async def test_queue_events_and_pings_while_waiting(site: Site) -> None:
+    holder = chat(model="one", max_tokens=200, ignore_eos=True, stream=True)
+    waiter = chat(model="one", max_tokens=1, stream=True, stream_options={"include_queue": True})
+    async with site.client() as client, client.stream("POST", "/v1/chat/completions", json=holder) as held:
+        await anext(held.aiter_lines())
+        async with client.stream("POST", "/v1/chat/completions", json=waiter) as waiting:
+            seen = []
+            async for line in waiting.aiter_lines():
+                seen.append(line)
+                if line.startswith(("event: queue", ": ping")):
+                    break
+            assert any(line == "event: queue" for line in seen)
+
+
+async def test_requests_can_be_seen_and_cancelled_by_their_owner_alone(site: Site) -> None:
+    body = chat(model="slow", max_tokens=1000, ignore_eos=True, stream=True)
+    async with site.client() as client, site.client(site.other) as other:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            request_id = reply.headers["x-sluice-request"]
+            path = f"/v1/requests/{request_id}"
+            assert (await client.get(path)).json()["state"] in ("queued", "running")
+            assert (await other.get(path)).status_code == 404
+            assert (await other.delete(path)).status_code == 404
+            assert (await client.delete(path)).json()["cancelled"] is True
+            raw = (await reply.aread()).decode()
+        assert json.loads(events(raw)[-1])["error"]["code"] == "cancelled"
+        assert (await client.delete(path)).status_code in (200, 404)
+        assert (await client.post("/v1/requests/gen-none/cancel")).status_code == 404
+
+
+async def test_lc_05_an_abandoned_plain_call_is_cancelled(site: Site) -> None:
+    body = chat(model="one", max_tokens=2000, ignore_eos=True)
+    async with site.client() as client:
+        task = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+        async def served() -> bool:
+            reply = await client.post("/v1/chat/completions", json=chat(model="one", max_tokens=1, timeout=2))
+            return reply.status_code == 200
+
+        await eventually(served, 10)
+
+
+async def test_a_resumable_stream_is_read_on_by_another_connection(site: Site) -> None:
+    body = chat(model="slow", max_tokens=40, ignore_eos=True, stream=True, resumable=True)
+    async with site.client() as client:
+        got, last = "", 0
+        async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            request_id = reply.headers["x-sluice-request"]
+            async for line in reply.aiter_lines():
+                if line.startswith("id: "):
+                    last = int(line[4:])
+                elif line.startswith("data: "):
+                    got += json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+                    if last >= 5:
+                        break
+        path = f"/v1/requests/{request_id}/events"
+        async with site.client(site.other) as other:
+            assert (await other.get(path)).status_code == 404
+        rest = await client.get(path, headers={"Last-Event-ID": str(last)})
+        again = await client.get(path)
+        assert (await client.get(path, headers={"Last-Event-ID": "x"})).status_code == 400
+    assert rest.status_code == 200
+    more = [json.loads(p) for p in events(rest.text)[:-1]]
+    got += texts("/v1/chat/completions", more)
+    assert more[-1]["usage"]["completion_tokens"] == 40
+    whole = [json.loads(p) for p in events(again.text)[:-1]]
+    assert texts("/v1/chat/completions", whole) == got
+
+
+async def test_oc_03_unknown_route_and_wrong_method(site: Site) -> None:
+    async with site.client() as client:
+        assert (await client.get("/v1/none")).json()["error"]["message"]
+        wrong = await client.get("/v1/chat/completions")
+        assert wrong.status_code == 405
+        assert "POST" in wrong.headers["allow"]
+
+
+async def test_se_06_a_large_body_is_refused_fast(site: Site) -> None:
+    async with site.client() as client:
+        for size in (3_000_000, 30_000_000):
+            reply = await client.post("/v1/chat/completions", content=json.dumps(chat("a" * size)).encode())
+            assert reply.status_code in (400, 413)
+            assert reply.json()["error"]["code"] in ("body_too_large", "context_length_exceeded")
