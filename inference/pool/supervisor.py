@@ -97,11 +97,11 @@ class Supervisor:
             )  # fmt: skip
             self._children[slot] = child
             await child.spawn()
-            if self._draining:
+            if self._leaving():
                 child.send(signal.SIGTERM)
             status = await self._watch(child)
             await self._bury(child.id)
-            if self._draining:
+            if self._leaving():
                 break
             stable = child.ready.is_set() and time.monotonic() - child.started > _STABLE_AFTER
             self._failures = 0 if child.ready.is_set() else self._failures + 1
@@ -115,6 +115,10 @@ class Supervisor:
             )  # fmt: skip
             await self._pause(backoff)
             backoff = min(backoff * 2, _LAST_BACKOFF)
+
+    def _leaving(self) -> bool:
+        # A signal may have come during any await.
+        return self._draining
 
     async def _pause(self, seconds: float) -> None:
         try:

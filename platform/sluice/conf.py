@@ -144,8 +144,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 values[name] = msgspec.convert(raw.strip(), hints[name], strict=False)
             except msgspec.ValidationError:
-                choices = " or ".join(map(str, get_args(hints[name])))
-                kind = {int: "a whole number", float: "a number", bool: "true or false"}.get(hints[name], "a number" if name == "termination_grace" else choices)
+                choices = get_args(hints[name])
+                plain = {int: "a whole number", float: "a number", float | None: "a number", bool: "true or false"}
+                kind = plain.get(hints[name]) or "one of " + ", ".join(choices)
                 raise ConfigError(f"{env_name(name)} must be {kind}, not {raw!r}") from None
         values.update({name: value for name, value in overrides.items() if value is not None})
         return cls(**values)
