@@ -52,37 +52,23 @@ class ModelTokenizer:
 
     def __init__(self, folder: str | Path, *, context_length: int = 0) -> None:
         self._folder = Path(folder)
-        path = self._folder / "tokenizer.json"
-        try:
-            source = path.read_text(encoding="utf-8")
-            self._spec: dict[str, Any] = json.loads(source)
-            # A model's limits are checked by us, with an answer to the caller; never silently cut or padded.
-            self._spec.update(truncation=None, padding=None)
-            self._trusted = _Library.from_str(json.dumps(self._spec))
-        except FileNotFoundError:
-            raise ModelUnavailable(
-                f"{path} is missing; is the folder a model with a fast tokenizer?"
-            ) from None
-        except Exception as error:  # the library raises bare Exception for a malformed file
-            raise ModelUnavailable(f"{path} can not be read: {error}") from error
+        spec, self._trusted, self._untrusted = self._read_vocabulary()
         self._settings = _read_json(self._folder / "tokenizer_config.json")
         self._model = _read_json(self._folder / "config.json")
         self._vocabulary = Vocabulary(
-            self._spec,
+            spec,
             self._trusted.get_vocab(with_added_tokens=True),
             lambda token: self._trusted.decode([token], skip_special_tokens=False),
         )
-        self._untrusted: _Library | None = None
         self._lock = threading.Lock()
         self._context_length = context_length or self._read_context_length()
         self._eos_ids = self._read_eos_ids()
         self._bytes_per_token = 0
-        if not text_can_vanish(self._spec):
-            self._bytes_per_token = self._vocabulary.longest * (4 if text_can_shrink(self._spec) else 1)
-        added = self._spec.get("added_tokens", ())
+        if not text_can_vanish(spec):
+            self._bytes_per_token = self._vocabulary.longest * (4 if text_can_shrink(spec) else 1)
+        added = spec.get("added_tokens", ())
         self._control_tokens = [each["content"] for each in added if each["special"]]
-        # Runs of whitespace that some vocabularies add are text like any other.
-        self._soft_tokens = [e["content"] for e in added if not e["special"] and not e["content"].isspace()]
+        self._soft_tokens = _soft_tokens(spec)
         self._sources = self._read_templates()
         self._templates: dict[str, ChatTemplate] = {}
 
@@ -132,7 +118,7 @@ class ModelTokenizer:
         """
         library = self._trusted
         if not trusted and any(token in text for token in self._control_tokens + self._soft_tokens):
-            library = self._plain()
+            library = self._untrusted
         # Not ``encode``: that holds the GIL, for half a second per megabyte; the batch call does not.
         try:
             encoded = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -178,16 +164,6 @@ class ModelTokenizer:
             if count > limit:
                 raise TooLarge(f"The text has more than {count} tokens; at most {limit} are possible.")
             begun = end
-
-    def _plain(self) -> _Library:
-        """The instance that knows no control tokens; made when first needed."""
-        with self._lock:
-            if self._untrusted is None:
-                known = {*self._control_tokens, *self._soft_tokens}
-                added = [{**each, "special": each["content"] in known} for each in self._spec["added_tokens"]]
-                self._untrusted = _Library.from_str(json.dumps({**self._spec, "added_tokens": added}))
-                self._untrusted.encode_special_tokens = True
-            return self._untrusted
 
     # Ids to text
 
@@ -274,6 +250,29 @@ class ModelTokenizer:
 
     # Files
 
+    def _read_vocabulary(self) -> tuple[dict[str, Any], _Library, _Library]:
+        """The parsed file, the tokenizer, and one that takes control tokens for plain text.
+
+        The second is made at once: making it when first needed would hold up a running server.
+        """
+        path = self._folder / "tokenizer.json"
+        try:
+            source = path.read_text(encoding="utf-8")
+            spec: dict[str, Any] = json.loads(source)
+            trusted, untrusted = (_Library.from_str(source) for _ in range(2))
+        except FileNotFoundError:
+            message = "the model's folder holds no tokenizer.json; only models with a fast tokenizer can be served"
+            raise ModelUnavailable(message) from None
+        except Exception as error:  # the library raises bare Exception for a malformed file
+            raise ModelUnavailable(f"the model's tokenizer.json can not be read: {error}") from error
+        for library in (trusted, untrusted):
+            # A model's limits are checked by us, with an answer to the caller; never silently cut or padded.
+            library.no_truncation()
+            library.no_padding()
+        untrusted.add_special_tokens(_soft_tokens(spec))
+        untrusted.encode_special_tokens = True
+        return spec, trusted, untrusted
+
     def _read_templates(self) -> dict[str, str]:
         """Chat templates by name; the file wins over the setting."""
         file = self._folder / "chat_template.jinja"
@@ -316,13 +315,22 @@ class _Unskipped:
         self.visible_bytes = tokenizer.token_bytes
 
 
+def _soft_tokens(spec: Mapping[str, Any]) -> list[str]:
+    """Added tokens that are not special, such as ``<think>``.
+
+    Runs of whitespace, which some vocabularies add, are text like any other.
+    """
+    added = spec.get("added_tokens", ())
+    return [each["content"] for each in added if not each["special"] and not each["content"].isspace()]
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ModelUnavailable(f"{path} is not valid JSON: {error}") from error
+        raise ModelUnavailable(f"the model's {path.name} is not valid JSON: {error}") from error
     return found if isinstance(found, dict) else {}
 
 
