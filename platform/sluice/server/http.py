@@ -61,7 +61,10 @@ class SluiceRequest(WebRequest):
         if self.finished or self.channel is None:
             return
         if self._response_started:
-            self.abort()
+            # Without its end, so that the client can tell; what was sent before still goes out.
+            transport = self.channel.transport
+            self.channel.loseConnection()
+            reactor.callLater(LINGER, transport.abortConnection)
         else:
             self.basic_error(500, b"Internal Server Error", "Internal server error.")
 

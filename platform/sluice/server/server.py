@@ -104,6 +104,7 @@ class SluiceServer(Server):
             openHandshakeTimeout=self.websocket_handshake_timeout,
             maxMessagePayloadSize=self.websocket_max_message_size,
             maxFramePayloadSize=self.websocket_max_frame_size,
+            failByDrop=False,  # a client that breaks a rule is told which, by a close code
         )
         observer = STDLibLogObserver(__name__) if self.verbosity > 1 else (lambda event: None)
         globalLogBeginner.beginLoggingTo([observer], redirectStandardIO=False, discardBuffer=True)

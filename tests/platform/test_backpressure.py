@@ -1,0 +1,127 @@
+"""Clients that do not read: bounded memory, nobody else is slowed, cut after the send timeout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+from websockets.sync.client import connect as ws_connect
+
+from tests.platform.conftest import ServerProcess
+
+pytestmark = pytest.mark.timeout(90)
+Start = Callable[..., ServerProcess]
+HANDSHAKE = (
+    b"GET /ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
+
+
+def frame(text: str) -> bytes:
+    """A masked text frame (with a mask of zeros)."""
+    data = text.encode()
+    return bytes([0x81, 0x80 | len(data)]) + bytes(4) + data
+
+
+def open_flood(server: ServerProcess, kind: str, name: str) -> None:
+    """A client with a tiny receive buffer that asks for 20 MB and reads none of it."""
+    if kind == "sse":
+        server.request(b"GET /flood?name=%s&n=20000 HTTP/1.1\r\nHost: x\r\n\r\n" % name.encode(), rcvbuf=4096)
+    else:
+        sock = server.request(HANDSHAKE, rcvbuf=4096)
+        sock.recv(100)
+        sock.sendall(frame(f"flood {name} 20000 1000"))
+
+
+@pytest.mark.parametrize("kind", ["sse", "ws"])
+def test_twenty_clients_that_never_read(start: Start, kind: str) -> None:
+    server = start(SLUICE_SEND_TIMEOUT="60")
+    server.state()
+    before = server.state()["rss"]
+    for i in range(20):
+        open_flood(server, kind, f"f{i}")
+    # The handlers stop by themselves: what they have sent does not move any more.
+    stands = server.wait_state(lambda s: len(s["sent"]) == 20 and s["sent"] == server.state()["sent"])
+    assert all(size < 5_000_000 for size in stands["sent"].values()), stands["sent"]
+    assert stands["rss"] - before < 20 * 1024 * 1024
+    # Somebody who reads is not slowed: 100 events of 10 ms.
+    times = []
+    with httpx.stream("GET", server.url + "/ticks?n=100&pace=0.01") as response:
+        times = [time.monotonic() for line in response.iter_lines() if line.startswith("data")]
+    assert statistics.median(b - a for a, b in zip(times, times[1:], strict=False)) < 0.03
+
+
+@pytest.mark.parametrize("kind", ["sse", "ws"])
+def test_cut_after_the_send_timeout_and_counted(start: Start, kind: str) -> None:
+    server = start(SLUICE_SEND_TIMEOUT="1")
+    open_flood(server, kind, "slow")
+    state = server.wait_state(lambda s: s["slow_clients"] == 1, 10)
+    state = server.wait_state(lambda s: s["open"] == 1 and s["transports"] == 1, 5)
+    assert "flood slow cancelled" in state["events"]
+    assert "has not read for 1 s" in server.text()
+
+
+@pytest.mark.parametrize("kind", ["sse", "ws"])
+def test_disconnect_wakes_the_waiting_handler(start: Start, kind: str) -> None:
+    server = start()
+    open_flood(server, kind, "gone")
+    server.wait_state(lambda s: s["sent"].get("gone") and s["sent"] == server.state()["sent"])
+    for sock in server._sockets:
+        sock.close()
+    gone = time.monotonic()
+    state = server.wait_state(lambda s: s["open"] == 1)
+    assert time.monotonic() - gone < 1
+    assert "flood gone cancelled" in state["events"]
+    assert state["slow_clients"] == 0
+
+
+def test_slow_reader_gets_everything(start: Start) -> None:
+    server = start()
+    sock = server.request(
+        b"GET /flood?name=all&n=3000&size=1000 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", rcvbuf=4096
+    )
+    server.wait_state(lambda s: s["sent"].get("all") and s["sent"] == server.state()["sent"])
+    received = bytearray()
+    while part := sock.recv(65536):
+        received += part
+    assert received.count(b"data: " + b"x" * 1000 + b"\n\n") == 3000
+    assert received.endswith(b"0\r\n\r\n")
+
+
+def test_dead_peer_is_found_by_pings_though_we_keep_sending(start: Start) -> None:
+    """What the server sends must not count as a sign of life."""
+    server = start(SLUICE_WS_PING_INTERVAL="1", SLUICE_WS_PING_TIMEOUT="1")
+    sock = server.request(HANDSHAKE)
+    sock.recv(100)
+    sock.sendall(frame("stream 10000 0.02"))
+    sock.settimeout(15)
+    began = time.monotonic()
+    try:
+        while sock.recv(65536):  # reads all of it, and never answers a ping
+            pass
+    except ConnectionResetError:
+        pass
+    assert time.monotonic() - began < 1 + 1 + 2 + 1 + 2  # interval, timeout, check period, grace, slack
+    state = server.wait_state(lambda s: s["open"] == 1)
+    assert state["dead_peers"] == 1
+
+
+def test_healthy_sockets_survive_a_busy_server(start: Start) -> None:
+    """A process that was stopped for longer than the ping timeout finds the pongs before it judges."""
+    server = start(SLUICE_WS_PING_INTERVAL="1", SLUICE_WS_PING_TIMEOUT="1")
+    with ws_connect(server.url.replace("http", "ws") + "/ws", ping_interval=None) as sock:
+        sock.recv(5)
+        for _ in range(2):
+            time.sleep(2.5)
+            os.kill(server.process.pid, signal.SIGSTOP)
+            time.sleep(2.5)
+            os.kill(server.process.pid, signal.SIGCONT)
+        time.sleep(2)
+        sock.send("echo here")
+        assert sock.recv(5) == "here"
+    assert server.state()["dead_peers"] == 0
