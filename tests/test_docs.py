@@ -16,7 +16,7 @@ def test_every_setting_of_the_core_is_documented() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("page", sorted(p.name for p in (ROOT / "docs").glob("*.md")) + ["../README.md"])
+@pytest.mark.parametrize("page", [*sorted(p.name for p in (ROOT / "docs").glob("*.md")), "../README.md"])
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / "docs" / page
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
