@@ -1,0 +1,222 @@
+"""The WebSocket protocol (WS-01, SE-01)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import websockets
+from websockets.asyncio.client import ClientConnection, connect
+
+from apps.api.websocket import BURST
+from tests.apps.api.live import Site
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@asynccontextmanager
+async def opened(site: Site, **options: Any) -> AsyncIterator[ClientConnection]:
+    headers = options.pop("additional_headers", {"Authorization": f"Bearer {site.key}"})
+    options.setdefault("subprotocols", ["sluice.v1"])
+    async with connect(f"ws://{site.host}/ws/v1/stream", additional_headers=headers, **options) as socket:
+        yield socket
+
+
+async def tell(socket: ClientConnection, **message: Any) -> None:
+    await socket.send(json.dumps(message))
+
+
+async def hear(socket: ClientConnection) -> dict[str, Any]:
+    async with asyncio.timeout(15):
+        return json.loads(await socket.recv())
+
+
+async def until(socket: ClientConnection, kind: str, ref: str | None = None) -> list[dict[str, Any]]:
+    """All messages up to one of that type (and reference), which is the last."""
+    seen = []
+    while True:
+        seen.append(await hear(socket))
+        if seen[-1]["type"] == kind and ref in (None, seen[-1]["id"]):
+            return seen
+
+
+async def test_generate_and_the_same_text_as_over_http(site: Site) -> None:
+    async with opened(site) as socket, site.client() as client:
+        assert socket.subprotocol == "sluice.v1"
+        await tell(socket, type="generate", id="a", model="demo", prompt="hi", max_tokens=12, temperature=0, seed=3)
+        seen = await until(socket, "done")
+        reply = await client.post(
+            "/generate", json={"model": "demo", "prompt": "hi", "max_tokens": 12, "temperature": 0, "seed": 3, "stream": False}
+        )
+    assert seen[0]["type"] == "accepted"
+    assert seen[0]["request_id"].startswith("gen-")
+    text = "".join(m["text"] for m in seen if m["type"] == "delta")
+    assert text == reply.json()["text"]
+    assert seen[-1]["finish_reason"] == "length"
+    assert seen[-1]["usage"] == reply.json()["usage"]
+    assert seen[-1]["timings"]["ttft_ms"] <= seen[-1]["timings"]["total_ms"]
+    assert {m["id"] for m in seen} == {"a"}
+
+
+async def test_several_at_once_and_cancel_of_one(site: Site) -> None:
+    async with opened(site) as socket:
+        for ref in ("a", "b"):
+            await tell(socket, type="generate", id=ref, model="slow", prompt=ref, max_tokens=400, ignore_eos=True)
+        await tell(socket, type="generate", id="c", model="slow", messages=[{"role": "user", "content": "x"}], max_tokens=5)
+        await until(socket, "done", "c")
+        await tell(socket, type="cancel", id="a")
+        done = (await until(socket, "done", "a"))[-1]
+        assert done["finish_reason"] == "cancelled"
+        assert 0 < done["usage"]["completion_tokens"] < 400
+        await until(socket, "delta", "b")
+        await tell(socket, type="cancel", id="a")
+        assert (await until(socket, "error", "a"))[-1]["error"]["code"] == "not_found"
+        await tell(socket, type="generate", id="b", model="slow", prompt="x")
+        assert (await until(socket, "error", "b"))[-1]["error"]["code"] == "duplicate_id"
+        await until(socket, "delta", "b")
+
+
+BAD_FRAMES: list[Any] = [
+    "[1,2]", "5", "null", '"x"', "{", "", b"\x00\x01", b"\xff\xfe", '{"type":"bogus","id":"x"}', '{"id":"x"}',
+    '{"type":"generate","model":"demo","prompt":"x"}', '{"type":"cancel"}', '{"type":"ping","foo":1}', "{" * 10_000,
+]  # fmt: skip
+
+
+async def test_ws_01_bad_frames_are_answered_and_the_generation_goes_on(site: Site) -> None:
+    async with opened(site) as socket:
+        await tell(socket, type="generate", id="a", model="slow", prompt="x", max_tokens=60, ignore_eos=True)
+        for frame in BAD_FRAMES:
+            await socket.send(frame)
+            error = (await until(socket, "error"))[-1]
+            assert error["id"] is None
+            assert error["error"]["message"]
+        done = (await until(socket, "done", "a"))[-1]
+        assert done["usage"]["completion_tokens"] == 60
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"max_tokens": 0}, None),
+        ({"model": "nope"}, "model_not_found"),
+        ({"prompt": "x" * 5000}, "context_length_exceeded"),
+        ({"temperature": "hot"}, None),
+    ],
+)
+async def test_wrong_generate_messages(site: Site, fields: Any, code: str | None) -> None:
+    async with opened(site) as socket:
+        await tell(socket, **{"type": "generate", "id": "a", "model": "demo", "prompt": "x", **fields})
+        error = (await until(socket, "error"))[-1]
+        assert 400 <= error["status"] < 500
+        assert code in (None, error["error"]["code"])
+        await tell(socket, type="ping", id="p")
+        assert await hear(socket) == {"type": "pong", "id": "p"}
+
+
+async def test_ws_01_a_burst_is_answered_frame_by_frame(site: Site) -> None:
+    async with opened(site) as socket:
+        await tell(socket, type="generate", id="a", model="demo", prompt="x", max_tokens=5)
+        for _ in range(1000):
+            await socket.send("[]")
+        errors = 0
+        done = False
+        while errors < 1000 or not done:
+            message = await hear(socket)
+            errors += message["type"] == "error"
+            done |= message["type"] == "done"
+
+
+async def test_too_many_messages_close_4429(site: Site) -> None:
+    async with opened(site) as socket:
+        with pytest.raises(websockets.ConnectionClosed) as caught:
+            async with asyncio.timeout(30):
+                for _ in range(BURST + 200):
+                    await socket.send('{"type":"ping"}')
+                while True:  # the credit grows with time: go on until it is used up
+                    for _ in range(50):
+                        await socket.send('{"type":"ping"}')
+                    await socket.recv()
+        assert caught.value.rcvd is not None
+        assert caught.value.rcvd.code == 4429
+
+
+async def test_ws_01_an_oversized_frame_closes_1009(site: Site) -> None:
+    async with opened(site) as socket:
+        with pytest.raises(websockets.ConnectionClosed) as caught:
+            await socket.send("x" * 5_000_000)
+            await asyncio.wait_for(socket.recv(), 10)
+        assert caught.value.rcvd is not None
+        assert caught.value.rcvd.code == 1009
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+async def test_se_01_strangers_are_refused_before_accept(site: Site, headers: dict[str, str], status: int) -> None:
+    if "Origin" in headers:
+        headers = {**headers, "Authorization": f"Bearer {site.key}"}
+    with pytest.raises(websockets.InvalidStatus) as caught:
+        async with opened(site, additional_headers=headers):
+            pass
+    assert caught.value.response.status_code in ({status} if status == 403 else {401, 403})
+
+
+async def test_another_subprotocol_is_refused(site: Site) -> None:
+    with pytest.raises(websockets.InvalidStatus) as caught:
+        async with opened(site, subprotocols=["graphql-ws"]):
+            pass
+    assert caught.value.response.status_code == 400
+
+
+async def test_a_ticket_opens_a_socket_once(site: Site) -> None:
+    async with site.client() as client:
+        ticket = (await client.post("/v1/tickets")).json()["ticket"]
+    origin = {"Origin": site.url}
+    protocols = ["sluice.v1", f"sluice.ticket.{ticket}"]
+    async with opened(site, additional_headers=origin, subprotocols=protocols) as socket:
+        assert socket.subprotocol == "sluice.v1"
+        await tell(socket, type="ping")
+        assert (await hear(socket))["type"] == "pong"
+    with pytest.raises(websockets.InvalidStatus):
+        async with opened(site, additional_headers=origin, subprotocols=protocols):
+            pass
+
+
+async def test_attach_reads_on_where_another_socket_stopped(site: Site) -> None:
+    async with opened(site) as socket:
+        await tell(socket, type="generate", id="a", model="slow", prompt="x", max_tokens=30, ignore_eos=True, resumable=True)
+        seen = await until(socket, "delta")
+        request_id = seen[0]["request_id"]
+        last = seen[-1]["seq"]
+        text = "".join(m["text"] for m in seen if m["type"] == "delta")
+    async with opened(site) as socket:
+        await tell(socket, type="attach", id="z", request_id=request_id, after=last)
+        seen = await until(socket, "done")
+        text += "".join(m["text"] for m in seen if m["type"] == "delta")
+        await tell(socket, type="attach", id="y", request_id=request_id)
+        whole = "".join(m["text"] for m in await until(socket, "done") if m["type"] == "delta")
+        assert text == whole
+        await tell(socket, type="attach", id="x", request_id="gen-none")
+        assert (await until(socket, "error"))[-1]["error"]["code"] == "request_not_found"
+
+
+async def test_a_dropped_socket_cancels_its_generations(site: Site) -> None:
+    async with opened(site) as socket:
+        await tell(socket, type="generate", id="a", model="one", prompt="x", max_tokens=2000, ignore_eos=True)
+        request_id = (await until(socket, "delta"))[0]["request_id"]
+    async with site.client() as client:
+        for _ in range(200):
+            if (await client.get(f"/v1/requests/{request_id}")).status_code == 404:
+                return
+            await asyncio.sleep(0.02)
+    pytest.fail("the request is still alive")
