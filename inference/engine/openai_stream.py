@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible upstream streams, as outputs of an engine."""
+"""What an OpenAI-compatible upstream is sent, and what it streams, as outputs of an engine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,63 @@ import msgspec
 
 from inference.engine.base import EngineOutput
 from inference.errors import UpstreamError
+from inference.messages import Grammar, SamplingParams
 
 _MAX_EVENT = 4 << 20  # bytes of one event; beyond it the upstream talks nonsense
+
+
+# Off where they have their default; upstreams other than OpenAI's own know most of the last ones.
+_OPTIONAL = (
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "stop",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+)
+_DEFAULTS = SamplingParams(max_tokens=1)
+
+
+def set_parameters(body: dict[str, Any], params: SamplingParams, *, limited: bool) -> None:
+    """Write ``params`` into a request body, in place of what the body says of them.
+
+    Args:
+        limited: ``max_tokens`` is a real limit; otherwise it stands for "what is left of the
+            context", which the upstream knows better, and is sent only where the body names one.
+
+    Raises:
+        UpstreamError: the protocol has no word for the grammar.
+    """
+    body.pop("n", None)
+    named = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+    if limited or named in body:
+        body.pop("max_tokens", None)
+        body[named] = params.max_tokens
+    body["temperature"] = params.temperature
+    body["top_p"] = params.top_p
+    if body.get("seed") is not None and params.seed is not None:
+        body["seed"] = params.seed  # each choice of a request has its own
+    for name in _OPTIONAL:
+        value = getattr(params, name)
+        if value != getattr(_DEFAULTS, name):
+            body[name] = {str(k): v for k, v in value.items()} if name == "logit_bias" else value
+        else:
+            body.pop(name, None)
+    if params.grammar is not None and "response_format" not in body:
+        body["response_format"] = _response_format(params.grammar)
+
+
+def _response_format(grammar: Grammar) -> dict[str, Any]:
+    if grammar.kind == "json_object":
+        return {"type": "json_object"}
+    if grammar.kind == "json_schema":
+        schema = msgspec.json.decode(grammar.spec)
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    raise UpstreamError(f"This model's server can not be asked for an answer by {grammar.kind}.")
 
 
 class Answer:

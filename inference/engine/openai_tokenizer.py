@@ -25,7 +25,7 @@ class EstimatingTokenizer:
     special_ids: frozenset[int] = frozenset()
     has_chat_template = True
     supports_tools = True
-    estimates = True
+    upstream = True
 
     def __init__(self, *, context_length: int = 0) -> None:
         self.context_length = context_length or UNKNOWN_CONTEXT

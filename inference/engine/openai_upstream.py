@@ -25,7 +25,7 @@ import msgspec
 
 from inference.config import Config
 from inference.engine.base import Died, EngineOutput, Sink
-from inference.engine.openai_stream import Answer, events, merged, refusal
+from inference.engine.openai_stream import Answer, events, merged, refusal, set_parameters
 from inference.engine.openai_tokenizer import UNKNOWN_CONTEXT
 from inference.errors import (
     ConfigError,
@@ -214,12 +214,14 @@ class OpenAIEngine:
         return answer.end()
 
     def _body(self, job: Job) -> tuple[str, dict[str, Any]]:
+        """Where to post, and what: the prompt as the client gave it, the parameters as we understood them."""
         try:
             body = msgspec.json.decode(job.prompt_text or "", type=dict[str, Any])
         except msgspec.DecodeError:
             raise UpstreamError("The request holds nothing that could be forwarded.") from None
+        limited = job.params.max_tokens < (self._context or UNKNOWN_CONTEXT) // 2
+        set_parameters(body, job.params, limited=limited)
         body.update(model=self._name, stream=True, stream_options={"include_usage": True})
-        body.pop("n", None)
         return ("/chat/completions" if "messages" in body else "/completions"), body
 
     def _emit(self, output: EngineOutput) -> None:

@@ -61,6 +61,7 @@ class ScriptedTokenizer:
     special_ids = frozenset({START, EOS})
     has_chat_template = True
     supports_tools = True
+    upstream = False
 
     def __init__(self, *, context_length: int = 4096) -> None:
         self.context_length = context_length
@@ -162,6 +163,4 @@ _BYTES = (
     *(special.encode() for special in SPECIALS),
     *(word.encode() for word in WORDS),
 )
-_VISIBLE = tuple(
-    b"" if token in ScriptedTokenizer.special_ids else value for token, value in enumerate(_BYTES)
-)
+_VISIBLE = tuple(b"" if token in ScriptedTokenizer.special_ids else value for token, value in enumerate(_BYTES))

@@ -50,6 +50,8 @@ class ModelTokenizer:
         ModelUnavailable: a file is missing or malformed.
     """
 
+    upstream = False
+
     def __init__(self, folder: str | Path, *, context_length: int = 0) -> None:
         self._folder = Path(folder)
         spec, self._trusted, self._untrusted = self._read_vocabulary()

@@ -47,6 +47,10 @@ class Tokenizer(TokenBytes, Protocol):
     def has_chat_template(self) -> bool: ...
 
     @property
+    def upstream(self) -> bool:
+        """Whether the real tokenizer is an upstream server's: lengths are guesses, and a job needs ``prompt_text``."""
+
+    @property
     def supports_tools(self) -> bool: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = False, trusted: bool = True) -> list[int]: ...

@@ -100,15 +100,15 @@ class TextStream:
         """End the answer; return the text that was held back.
 
         A near miss of a stop string comes out in full. A character that is not
-        complete becomes U+FFFD as in a whole decode, but where the limit of tokens
-        cut it (``length``) it is left out: the model did not mean it.
+        complete becomes U+FFFD as in a whole decode, but where something else than the
+        model ended the answer (``length``, ``error``) it is left out: nobody meant it.
         """
         tail = self._take_backlog()
         if self._stopped is not None:
             return tail
         if self._detokenizer is not None:
             last = self._detokenizer.flush()
-            if last and reason != "length":
+            if last and reason == "stop":
                 if self._matcher is None:
                     return tail + last
                 emit, self._stopped = self._matcher.push(last)

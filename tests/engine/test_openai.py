@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from inference.config import Config
+from inference.engine.openai_stream import set_parameters
 from inference.engine.openai_tokenizer import UNKNOWN_CONTEXT, EstimatingTokenizer
 from inference.engine.openai_upstream import OpenAIEngine
-from inference.errors import ConfigError, ModelUnavailable
-from inference.messages import Job, SamplingParams
+from inference.errors import ConfigError, ModelUnavailable, UpstreamError
+from inference.messages import Grammar, Job, SamplingParams
 from tests.engine.rig import Answer, Rig
 from tests.engine.upstream import Upstream
 from tests.support import find_free_port
@@ -46,21 +47,61 @@ def job(name: str, prompt: str, **body: Any) -> Job:
         "max_tokens": 50,
         **body,
     }
-    return Job(name, "alias", [0], SamplingParams(max_tokens=50), prompt_text=json.dumps(content))
+    return Job(name, "alias", [0], SamplingParams(max_tokens=content["max_tokens"]), prompt_text=json.dumps(content))
 
 
 def text_of(answer: Answer) -> str:
     return "".join(output.text or "" for output in answer.outputs)
 
 
-async def test_body_goes_on_with_the_upstreams_name_and_a_stream(rig: Rig, upstream: Upstream) -> None:
-    answer = await rig.run(job("r1", "hi", temperature=0.3, stop=["x"], n=3, stream=False, max_tokens=2))
+async def test_prompt_goes_on_with_the_upstreams_name_and_a_stream(rig: Rig, upstream: Upstream) -> None:
+    answer = await rig.run(job("r1", "hi", stream=False, user="u", max_tokens=2))
     body = upstream.bodies[0]
     assert body["path"] == "/v1/chat/completions"
-    assert (body["model"], body["stream"], body["temperature"], body["stop"]) == ("words", True, 0.3, ["x"])
-    assert "n" not in body
+    assert (body["model"], body["stream"], body["user"]) == ("words", True, "u")
+    assert body["messages"][0]["content"] == f"{SECRET} hi"
     assert text_of(answer) == " the -0 the -1"
     assert (answer.finish, len(answer.ids), answer.outputs[-1].cached) == ("length", 2, 3)
+
+
+class TestParameters:
+    def sent(self, params: SamplingParams, *, limited: bool = True, **body: Any) -> dict[str, Any]:
+        set_parameters(body, params, limited=limited)
+        return body
+
+    def test_understood_parameters_stand_in_place_of_what_the_body_says(self) -> None:
+        params = SamplingParams(7, temperature=0.5, top_p=0.9, stop=["x"], logit_bias={5: -1.0}, top_k=3, seed=11)
+        sent = self.sent(params, n=3, max_tokens=9, temperature=2, seed=10, frequency_penalty=1)
+        assert sent == {
+            "max_tokens": 7,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "stop": ["x"],
+            "logit_bias": {"5": -1.0},
+            "top_k": 3,
+            "seed": 11,
+        }
+
+    def test_limit_keeps_the_name_that_the_client_used(self) -> None:
+        assert self.sent(SamplingParams(7), max_completion_tokens=9, max_tokens=9) == {
+            "max_completion_tokens": 7,
+            "temperature": 1.0,
+            "top_p": 1.0,
+        }
+
+    def test_limit_that_nobody_asked_for_is_left_to_the_upstream(self) -> None:
+        assert "max_tokens" not in self.sent(SamplingParams(500_000), limited=False)
+
+    def test_seed_is_sent_only_where_the_client_gave_one(self) -> None:
+        assert "seed" not in self.sent(SamplingParams(7, seed=1))
+
+    def test_grammars(self) -> None:
+        sent = self.sent(SamplingParams(7, grammar=Grammar("json_schema", '{"type": "object"}')))
+        assert sent["response_format"]["json_schema"]["schema"] == {"type": "object"}
+        sent = self.sent(SamplingParams(7, grammar=Grammar("json_object")))
+        assert sent["response_format"] == {"type": "json_object"}
+        with pytest.raises(UpstreamError, match="regex"):
+            self.sent(SamplingParams(7, grammar=Grammar("regex", "a+")))
 
 
 async def test_completion_goes_to_the_completions_endpoint(rig: Rig, upstream: Upstream) -> None:
