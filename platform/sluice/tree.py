@@ -20,6 +20,8 @@ from inference.children import spawn
 from inference.embedded import EmbeddedValkey
 
 POLL = 0.1
+#: Seconds between a Ctrl-C's first signal to a child and the second, which tells it to skip all waiting.
+PATIENCE = 2.0
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -36,7 +38,11 @@ class Signals:
 
     def __init__(self) -> None:
         self.count = 0
-        self.hurry = False
+        self.hurried_at: float | None = None
+
+    @property
+    def hurry(self) -> bool:
+        return self.hurried_at is not None
 
     def install(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -44,8 +50,13 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-        # A Ctrl-C, or a second signal of any kind, means now.
-        self.hurry = self.hurry or number == signal.SIGINT or self.count > 1
+        if number == signal.SIGINT or self.count > 1:
+            self.hurry_up()
+
+    def hurry_up(self) -> None:
+        """From now on stop at once: after a Ctrl-C, a second signal, or a fault."""
+        if self.hurried_at is None:
+            self.hurried_at = time.monotonic()
 
 
 class Child:
@@ -54,8 +65,9 @@ class Child:
     Args:
         title: how messages name it.
         grace: seconds it may take to end after SIGTERM.
-        hurried: as ``grace``, after a Ctrl-C: one signal at once, another when
-            half of it has passed, SIGKILL at its end.
+        hurried: seconds after a Ctrl-C at which it is killed if it still runs;
+            counted from the Ctrl-C, so that what stops early leaves its time
+            to those that stop after it.
     """
 
     def __init__(self, title: str, *, grace: float, hurried: float) -> None:
@@ -90,21 +102,19 @@ class Child:
 
     def _ask(self, signals: Signals) -> bool:
         started = time.monotonic()
-        hurried_at = started if signals.hurry else None
+        urged = False
         self._send(signal.SIGINT if signals.hurry else signal.SIGTERM)
-        asked_twice = False
         while self.running():
             now = time.monotonic()
-            if hurried_at is None and signals.hurry:
-                hurried_at = now
-                asked_twice = True
-                self._send(signal.SIGTERM)
-            if hurried_at is not None and not asked_twice and now - hurried_at > self.hurried / 2:
-                asked_twice = True
-                self._send(signal.SIGTERM)
-            limit, since = (self.grace, started) if hurried_at is None else (self.hurried, hurried_at)
-            if now - since > limit:
-                return False
+            if signals.hurried_at is None:
+                if now - started > self.grace:
+                    return False
+            else:
+                if not urged and now - max(started, signals.hurried_at) > PATIENCE:
+                    urged = True
+                    self._send(signal.SIGTERM)
+                if now - signals.hurried_at > self.hurried and urged:
+                    return False
             time.sleep(POLL)
         return True
 

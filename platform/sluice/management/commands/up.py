@@ -26,8 +26,8 @@ from sluice.conf import ServerConfig
 from sluice.tree import POLL, Child, ChildEnded, ProcessTree, Signals, StopRequested
 
 MIN_REDIS = (6, 2)
-#: Seconds after a Ctrl-C within which each part is gone; together below 10.
-HURRIED_SERVER, HURRIED_POOL = 4.5, 3.0
+#: Seconds after a Ctrl-C at which each part is killed if it still runs. All is gone within 10.
+HURRIED_SERVER, HURRIED_POOL = 5.0, 9.0
 SAY_EVERY = 10.0
 
 
@@ -65,7 +65,7 @@ class Command(BaseCommand):
             self._say("Stopping ..." if signals.hurry else "Draining (Ctrl-C to hurry) ...")
         except (SluiceError, ChildEnded) as exc:
             problem = str(exc)
-            signals.hurry = True  # nobody can be served any more
+            signals.hurry_up()  # nobody can be served any more
         finally:
             killed = tree.stop()
         if killed:
