@@ -54,9 +54,7 @@ def install(dev: bool) -> None:
         shutil.rmtree(VENV, ignore_errors=True)
         if subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=False).returncode:
             shutil.rmtree(VENV, ignore_errors=True)
-            sys.exit(
-                "error: no virtual environment could be made; on Debian and Ubuntu: apt install python3-venv"
-            )
+            sys.exit("error: no virtual environment could be made; on Debian and Ubuntu: apt install python3-venv")
     for stamp in VENV.glob("stamp-*"):
         stamp.unlink()
     file = "requirements-dev.txt" if dev else "requirements.txt"
@@ -73,9 +71,7 @@ def install(dev: bool) -> None:
                 print(line, end="", flush=True)
         code = quiet.wait()
     if code:
-        sys.exit(
-            f"error: pip could not install {file} (its message stands above); mend that and run make again"
-        )
+        sys.exit(f"error: pip could not install {file} (its message stands above); mend that and run make again")
     (VENV / "stamp-runtime").write_text(digest(RUNTIME))
     if dev:
         (VENV / "stamp-dev").write_text(digest(DEV))

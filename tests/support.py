@@ -35,9 +35,7 @@ async def eventually(
         await asyncio.sleep(every)
 
 
-def eventually_sync(
-    check: Callable[[], T], timeout: float = 10.0, *, every: float = 0.02, what: str = ""
-) -> T:
+def eventually_sync(check: Callable[[], T], timeout: float = 10.0, *, every: float = 0.02, what: str = "") -> T:
     """As :func:`eventually`, outside an event loop."""
     deadline = time.monotonic() + timeout
     while True:

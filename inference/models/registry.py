@@ -62,9 +62,7 @@ def resolve(spec: ModelSpec, config: Config, *, weights: bool = True) -> str:
         folder = default_folder(config)
         problem = check_folder(folder, weights=weights)
         if problem:
-            raise ModelUnavailable(
-                f"model {spec.alias!r}: the default model {problem}; run 'manage.py fetchmodel'"
-            )
+            raise ModelUnavailable(f"model {spec.alias!r}: the default model {problem}; run 'manage.py fetchmodel'")
         return str(folder)
     path = Path(spec.target).expanduser()
     if path.is_dir():
