@@ -48,7 +48,7 @@ class ApiConsumer(StreamingHttpConsumer):
 
     async def on_stream_error(self, exc: BaseException | None) -> None:
         if isinstance(exc, ApiError):
-            await self.send_sse_bytes(error_event(exc))
+            await self.send_sse_bytes(self.error_events(exc))
         else:
             await super().on_stream_error(exc)
 
@@ -66,7 +66,12 @@ class ApiConsumer(StreamingHttpConsumer):
         async with generation:
             while not generation.done:
                 await generation.next()
-        await self.send_json(200, make(generation).body(), self._id_header(generation))
+        renderer = make(generation)
+        await self.before_end(renderer)
+        await self.send_json(200, renderer.body(), self._id_header(generation))
+
+    async def before_end(self, renderer: Renderer) -> None:
+        """The answer is complete; its end has not been sent yet."""
 
     async def _stream(self, generation: Generation, make: Callable[[Generation], Renderer]) -> None:
         try:
@@ -76,12 +81,17 @@ class ApiConsumer(StreamingHttpConsumer):
                 if first := renderer.start():
                     await self.send_sse_bytes(first)
                 await self._pump(generation, renderer)
+                await self.before_end(renderer)
                 await self.send_sse_bytes(renderer.end())
         except ApiError as exc:
             if not self.headers_sent:
                 raise
             # The status line has gone: the error is an event, and nothing pretends to be an end.
-            await self.send_sse_bytes(error_event(exc))
+            await self.send_sse_bytes(self.error_events(exc))
+
+    def error_events(self, exc: ApiError) -> bytes:
+        """The events that say so."""
+        return error_event(exc)
 
     async def _pump(self, generation: Generation, renderer: Renderer) -> None:
         tell_queue = bool(generation.plan.options.include_queue)

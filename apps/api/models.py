@@ -1,0 +1,59 @@
+"""What the API keeps in the database: responses that may be continued."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from django.db import models
+from django.utils import timezone
+
+
+class KeptResponseQuerySet(models.QuerySet["KeptResponse"]):
+    """Kept responses, by what is asked of them."""
+
+    def current(self) -> KeptResponseQuerySet:
+        return self.filter(expires_at__gt=timezone.now())
+
+    def expired(self) -> KeptResponseQuerySet:
+        return self.filter(expires_at__lte=timezone.now())
+
+
+class KeptResponse(models.Model):
+    """A response and the conversation that led to it; goes away by itself.
+
+    ``conversation`` holds chat messages, the answer included, without the
+    request's own instructions.
+    """
+
+    id = models.CharField(primary_key=True, max_length=64)
+    owner = models.CharField(max_length=64)
+    expires_at = models.DateTimeField(db_index=True)
+    conversation = models.JSONField()
+    response = models.JSONField()
+
+    objects = KeptResponseQuerySet.as_manager()
+
+    def __str__(self) -> str:
+        return self.id
+
+
+def keep(response_id: str, owner: str, conversation: list[Any], response: dict[str, Any], seconds: float) -> None:
+    """Keep a response for so long, and clear away those whose time has passed."""
+    KeptResponse.objects.expired().delete()
+    KeptResponse.objects.create(
+        id=response_id,
+        owner=owner,
+        expires_at=timezone.now() + timedelta(seconds=seconds),
+        conversation=conversation,
+        response=response,
+    )
+
+
+def find(response_id: str) -> KeptResponse | None:
+    """A response that is still kept."""
+    return KeptResponse.objects.current().filter(pk=response_id).first()
+
+
+def forget(response_id: str) -> None:
+    KeptResponse.objects.filter(pk=response_id).delete()
