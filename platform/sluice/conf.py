@@ -44,6 +44,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             who does not come through a proxy) or ``public``.
         metrics_token: a bearer token that may read ``/metrics``, beside those.
         dead_peer_timeout: how long sent bytes may stay unacknowledged.
+        ws_queue: messages of one WebSocket that may wait for its consumer before
+            reading from it pauses.
+        production: insist on a SECRET_KEY, send cookies over TLS only.
+        allowed_hosts, csrf_trusted_origins: lists, as Django means them.
+        behind_proxy: believe X-Forwarded-For and X-Forwarded-Proto.
+        var_dir: for files of this installation; ``var`` beside manage.py if empty.
     """
 
     host: str = "127.0.0.1"
@@ -102,9 +108,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"{env_name('port')} must be between 0 and 65535, not {self.port}")
         if self.log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-            raise ConfigError(
-                f"{env_name('log_level')} must be DEBUG, INFO, WARNING or ERROR, not {self.log_level!r}"
-            )
+            raise ConfigError(f"{env_name('log_level')} must be DEBUG, INFO, WARNING or ERROR, not {self.log_level!r}")
         if self.production and self.debug:
             raise ConfigError("SLUICE_DEBUG must not be on together with SLUICE_PRODUCTION")
 
@@ -123,6 +127,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"Raise the platform's termination grace to at least {self.longest_stop:g} s, or lower the others."
             ]
         return []
+
+    def to_env(self) -> dict[str, str]:
+        """These settings as environment variables, for a child process."""
+        out = {}
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None:
+                out[env_name(name)] = str(value).lower() if isinstance(value, bool) else str(value)
+        return out
 
     def hosts(self) -> list[str]:
         return split_list(self.allowed_hosts)

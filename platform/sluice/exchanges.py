@@ -101,9 +101,7 @@ class ExchangeMiddleware:
     harmless, put into the scope (``sluice.request_id``), every log line, and the response.
     """
 
-    def __init__(
-        self, app: Any, registry: ExchangeRegistry, label: Callable[[Scope], str]
-    ) -> None:
+    def __init__(self, app: Any, registry: ExchangeRegistry, label: Callable[[Scope], str]) -> None:
         self.app = app
         self.registry = registry
         self.label = label

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -81,7 +82,17 @@ def beat() -> dict[str, Any]:
         "state": str(status.state),
         "exchanges": exchanges.snapshot(),
         "drain_left_seconds": status.seconds_left(),
+        "rss_bytes": rss_bytes(),
     }
+
+
+def rss_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _command(verb: str) -> None:

@@ -110,8 +110,7 @@ def _database() -> dict[str, object]:
         database = dict(dj_database_url.parse(url or f"sqlite:///{VAR_DIR / 'db.sqlite3'}"))
     except Exception as exc:  # the parser raises whatever its parts raise
         raise ImproperlyConfigured(
-            "DATABASE_URL is malformed; for instance postgres://user:password@host:5432/name "
-            f"({type(exc).__name__})"
+            f"DATABASE_URL is malformed; for instance postgres://user:password@host:5432/name ({type(exc).__name__})"
         ) from None
     if str(database["ENGINE"]).endswith("sqlite3"):
         VAR_DIR.mkdir(parents=True, exist_ok=True)

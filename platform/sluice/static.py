@@ -59,8 +59,7 @@ class StaticFiles:
             await _reply(send, HTTPStatus.NOT_FOUND, [("Content-Type", "text/plain")], b"Not found\n")
             return
         env = {
-            "HTTP_" + k.decode("latin-1").upper().replace("-", "_"): v.decode("latin-1")
-            for k, v in scope["headers"]
+            "HTTP_" + k.decode("latin-1").upper().replace("-", "_"): v.decode("latin-1") for k, v in scope["headers"]
         }
         response = await asyncio.to_thread(file.get_response, scope["method"], env)
         try:

@@ -38,6 +38,7 @@ class State(Base):
         await self.send_json(
             200,
             {
+                "pid": os.getpid(),
                 "exchanges": runtime.exchanges.snapshot(),
                 "open": len(runtime.exchanges),
                 "events": events,

@@ -37,6 +37,7 @@ class ServerProcess:
             "SLUICE_ASGI_APPLICATION": "tests.platform.app.application",
             "SLUICE_VAR_DIR": str(var),
             "SLUICE_DEBUG": "0",
+            "SLUICE_METRICS_ACCESS": "public",
             **env,
         }
         self._file = log.open("w")
@@ -122,9 +123,7 @@ def var_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(
-    tmp_path: Path, valkey: EmbeddedValkey, var_dir: Path
-) -> Iterator[Callable[..., ServerProcess]]:
+def start(tmp_path: Path, valkey: EmbeddedValkey, var_dir: Path) -> Iterator[Callable[..., ServerProcess]]:
     """A factory of servers: ``start("--pre-drain", "1", SLUICE_READ_TIMEOUT="1")``."""
     servers: list[ServerProcess] = []
 
@@ -140,9 +139,7 @@ def start(
 
 
 @pytest.fixture(scope="module")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, valkey: EmbeddedValkey, var_dir: Path
-) -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory, valkey: EmbeddedValkey, var_dir: Path) -> Iterator[ServerProcess]:
     """One server for the tests of a module that leave it as it was."""
     log = tmp_path_factory.mktemp("server") / "server.log"
     process = ServerProcess(log, valkey.url, var_dir)

@@ -74,9 +74,7 @@ def test_close_right_after_the_request(server: ServerProcess) -> None:
 @pytest.mark.parametrize("delay", [0, 0.005, 0.02, 0.1, 0.3])
 def test_stream_is_cancelled_at_once(server: ServerProcess, delay: float) -> None:
     before = server.state()["events"].count("ticks cancelled")
-    socks = [
-        server.request(b"GET /ticks?n=10000&pace=0.01 HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(20)
-    ]
+    socks = [server.request(b"GET /ticks?n=10000&pace=0.01 HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(20)]
     server.wait_state(lambda s: s["exchanges"].get("sse /ticks") == 20)
     time.sleep(delay)
     gone = time.monotonic()
@@ -93,13 +91,16 @@ def test_nothing_is_left_of_many_mixed_endings(server: ServerProcess) -> None:
 
     before = server.wait_state(settled)
     for i in range(100):
-        raw = b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n" % (
-            b"ticks?n=3&pace=0",
-            b"hang?name=mixed",
-            b"fail?after=1",
-            b"abandon",
-            b"silent",
-        )[i % 5]
+        raw = (
+            b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n"
+            % (
+                b"ticks?n=3&pace=0",
+                b"hang?name=mixed",
+                b"fail?after=1",
+                b"abandon",
+                b"silent",
+            )[i % 5]
+        )
         sock = server.request(raw)
         if i % 5 != 1:
             sock.recv(100)

@@ -111,9 +111,10 @@ def test_idle_connections_are_closed_at_once_and_busy_ones_after_their_answer(st
     idle = server.connect()
     kept = server.request(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b'"live"' in kept.recv(4096)
-    with ws_connect(server.url.replace("http", "ws") + "/ws") as quiet, ws_connect(
-        server.url.replace("http", "ws") + "/ws"
-    ) as busy:
+    with (
+        ws_connect(server.url.replace("http", "ws") + "/ws") as quiet,
+        ws_connect(server.url.replace("http", "ws") + "/ws") as busy,
+    ):
         assert quiet.recv(5) == "open"
         assert busy.recv(5) == "open"
         busy.send("stream 30 0.1")
@@ -179,9 +180,7 @@ def test_at_the_deadline_streams_get_an_error_event_and_sockets_1012(start: Star
 def test_total_is_bounded_whatever_is_open(start: Start) -> None:
     """Clients that never read, sockets that never answer a close, a request that is half sent."""
     server = start("--pre-drain", "0.5", "--drain-deadline", "1")
-    socks = [
-        server.request(b"GET /flood?name=f%d HTTP/1.1\r\nHost: x\r\n\r\n" % i, rcvbuf=4096) for i in range(5)
-    ]
+    socks = [server.request(b"GET /flood?name=f%d HTTP/1.1\r\nHost: x\r\n\r\n" % i, rcvbuf=4096) for i in range(5)]
     socks.append(server.request(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc"))
     socks.append(server.request(b"GET /hang?name=h HTTP/1.1\r\nHost: x\r\n\r\n"))
     server.wait_state(lambda state: state["open"] >= 7)

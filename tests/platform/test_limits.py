@@ -107,7 +107,9 @@ def test_slow_request_is_ended_however_it_trickles(start: Start, raw: bytes) -> 
 
 def test_keep_alive_and_pipelined_requests_are_answered_in_order(server: ServerProcess) -> None:
     one = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
-    sock = server.request(one % (1, b"a") + one % (2, b"ab") + one.replace(b"Host", b"Connection: close\r\nHost") % (3, b"abc"))
+    sock = server.request(
+        one % (1, b"a") + one % (2, b"ab") + one.replace(b"Host", b"Connection: close\r\nHost") % (3, b"abc")
+    )
     raw = b""
     while part := sock.recv(4096):
         raw += part

@@ -245,7 +245,7 @@ class StreamingHttpConsumer(AsyncConsumer):
                 from sluice import runtime
 
                 await self._reply_error(draining(runtime.status.retry_after()))
-        except Exception as exc:  # noqa: BLE001 - a task's edge: becomes a reply or an error event
+        except Exception as exc:
             if not self.headers_sent:
                 await self._reply_error(exc)
                 return

@@ -209,7 +209,7 @@ class StreamingWebSocketConsumer(AsyncConsumer):
                     await self.on_text(message["text"])
                 else:
                     await self.on_bytes(message.get("bytes") or b"")
-            except Exception as exc:  # noqa: BLE001 - a message's edge: becomes an error frame
+            except Exception as exc:
                 logger.error("message not handled", exc_info=exc, extra={"event": "socket_error"})
                 with contextlib.suppress(ConnectionError):
                     await self.on_error(exc)

@@ -72,6 +72,7 @@ class Drain:
         self._server: Any = None
         self._task: asyncio.Task[None] | None = None
         self._exiting = False
+        self._replaced = False
         self._skip_pause = asyncio.Event()
         self._skip_wait = asyncio.Event()
         self._began = 0.0
@@ -93,10 +94,23 @@ class Drain:
         """As SIGTERM, without the pause: somebody at a terminal waits."""
         self._signalled("SIGINT", skip_pause=True)
 
+    def on_sighup(self) -> None:
+        """A successor serves: take no new connections, and drain as for SIGTERM."""
+        if self._server is not None:
+            self._server.stop_listening()
+        self._replaced = True
+        self._signalled("SIGHUP", skip_pause=False)
+
     def _signalled(self, name: str, *, skip_pause: bool) -> None:
         if skip_pause:
             self._skip_pause.set()
         if self._exiting:
+            if name == "SIGHUP":
+                return
+            if self._replaced and not skip_pause:
+                # The first SIGTERM after a reload: it meant all processes, not "hurry".
+                self._replaced = False
+                return
             if name == "SIGTERM" or self.status.refusing:
                 logger.warning("%s again: not waiting any longer", name, extra={"event": "drain_skip"})
                 self._skip_pause.set()
@@ -198,9 +212,7 @@ class Drain:
                 if left <= 0:
                     break
                 await self._report_open()
-                await asyncio.wait(
-                    {done, skip}, timeout=min(LOG_EVERY, left), return_when=asyncio.FIRST_COMPLETED
-                )
+                await asyncio.wait({done, skip}, timeout=min(LOG_EVERY, left), return_when=asyncio.FIRST_COMPLETED)
         finally:
             done.cancel()
             skip.cancel()

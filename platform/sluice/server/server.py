@@ -72,6 +72,7 @@ class SluiceServer(Server):
         self.exchanges = exchanges
         self.drain = drain
         self._sockets = listeners
+        self._ports: list[Any] = []
         self._on_start = on_start
         self._on_ready = on_ready
         self._main: asyncio.Task[None] | None = None
@@ -94,6 +95,7 @@ class SluiceServer(Server):
         asyncio.set_event_loop(loop)
         loop.add_signal_handler(signal.SIGTERM, self.drain.on_sigterm)
         loop.add_signal_handler(signal.SIGINT, self.drain.on_sigint)
+        loop.add_signal_handler(signal.SIGHUP, self.drain.on_sighup)
         self.drain.attach(self)
         self.connections: dict[Any, dict[str, Any]] = {}
         self.http_factory = SluiceHTTPFactory(self)
@@ -124,7 +126,7 @@ class SluiceServer(Server):
         if self._on_start is not None:
             await self._on_start()
         for sock in self._sockets:
-            reactor.adoptStreamPort(sock.fileno(), sock.family, self.http_factory)
+            self._ports.append(reactor.adoptStreamPort(sock.fileno(), sock.family, self.http_factory))
             sock.close()
         reactor.callLater(2, self.timeout_checker)
         self.accepting = True
@@ -144,6 +146,12 @@ class SluiceServer(Server):
                 logger.error("cannot start", exc_info=exc)
             self.exit_code = 1
             self.stop()
+
+    def stop_listening(self) -> None:
+        """Take no more connections; other processes on the same socket go on."""
+        for port in self._ports:
+            port.stopListening()
+        self._ports.clear()
 
     def cancel_start(self) -> None:
         """Give up starting, where that has not ended."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
+import socket
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
@@ -39,6 +41,11 @@ class Command(BaseCommand):
         parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
         parser.add_argument("--port", type=int, help="port to listen on, 0 for any (default 8000)")
         parser.add_argument(
+            "--processes", type=int, metavar="N", help="server processes on this port (default 1); SIGHUP reloads them"
+        )
+        parser.add_argument("--fd", type=int, help=SUPPRESS)
+        parser.add_argument("--ready-fd", type=int, help=SUPPRESS)
+        parser.add_argument(
             "--pre-drain", type=float, metavar="S", help="seconds not ready before refusing (default 5)"
         )
         parser.add_argument(
@@ -71,6 +78,8 @@ class Command(BaseCommand):
         for warning in config.warnings():
             self.stderr.write(self.style.WARNING(f"Warning: {warning}"))
         conf.use(config)
+        if options["fd"] is not None:
+            sys.exit(self._serve_inherited(config, options["fd"], options["ready_fd"]))
         self._check_database()
         sys.exit(self._serve(config))
 
@@ -88,9 +97,18 @@ class Command(BaseCommand):
         if missing:
             raise CommandError(f"{len(missing)} migrations are missing. Run: manage.py migrate")
 
+    def _serve_inherited(self, config: ServerConfig, fd: int, ready_fd: int) -> int:
+        """One of several processes: the supervisor has made the checks and bound the socket."""
+        from sluice.server.process import serve
+
+        def ready() -> None:
+            os.write(ready_fd, b"1")
+            os.close(ready_fd)
+
+        return serve(config, [socket.socket(fileno=fd)], on_ready=ready)
+
     def _serve(self, config: ServerConfig) -> int:
         from sluice.server import sockets
-        from sluice.server.process import serve
 
         try:
             listener = sockets.listen(config.host, config.port)
@@ -104,16 +122,16 @@ class Command(BaseCommand):
 
         def ready() -> None:
             shown = f"[{host}]" if ":" in host else host
-            self.stdout.write(f"Sluice serves http://{shown}:{port}/ (pid {_pid()}). Ctrl-C stops it.")
+            self.stdout.write(f"Sluice serves http://{shown}:{port}/ (pid {os.getpid()}). Ctrl-C stops it.")
             self.stdout.flush()
 
+        if config.processes > 1:
+            from sluice.server.multi import Supervisor
+
+            return Supervisor(config, listener, ready).run()
+        from sluice.server.process import serve
+
         return serve(config, [listener], on_ready=ready)
-
-
-def _pid() -> int:
-    import os
-
-    return os.getpid()
 
 
 def _leave_now(number: int, frame: Any) -> None:

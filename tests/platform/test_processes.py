@@ -1,0 +1,124 @@
+"""Several server processes on one socket: crash restart, rolling reload, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from inference.embedded import EmbeddedValkey
+from tests.conftest import ROOT
+from tests.platform.conftest import ServerProcess
+from tests.support import eventually_sync
+
+pytestmark = pytest.mark.timeout(120)
+Start = Callable[..., ServerProcess]
+
+
+def pids(server: ServerProcess, tries: int = 40) -> set[int]:
+    """The processes that answer; each request is a connection of its own."""
+    return {server.state()["pid"] for _ in range(tries)}
+
+
+def test_both_processes_answer_and_a_killed_one_is_replaced(start: Start) -> None:
+    server = start("--processes", "2", "--pre-drain", "0.2")
+    eventually_sync(lambda: len(pids(server)) == 2, 20)
+    first = pids(server)
+    victim = first.pop()
+    os.kill(victim, signal.SIGKILL)
+
+    def replaced() -> bool:
+        try:
+            now = pids(server)
+        except httpx.TransportError:  # a connection that the killed one had accepted
+            return False
+        return len(now) == 2 and victim not in now
+
+    eventually_sync(replaced, 20)
+    server.signal(signal.SIGTERM)
+    assert server.wait(20) == 0
+
+
+class Load(threading.Thread):
+    """Short requests on fresh and kept connections, until told to stop; every failure is kept."""
+
+    def __init__(self, server: ServerProcess, *, keep: bool) -> None:
+        super().__init__(daemon=True)
+        self.server, self.keep = server, keep
+        self.done = threading.Event()
+        self.failures: list[str] = []
+        self.count = 0
+        self.start()
+
+    def run(self) -> None:
+        with httpx.Client(base_url=self.server.url, timeout=20) as kept:
+            while not self.done.is_set():
+                try:
+                    if self.keep:
+                        response = kept.get("/ticks?n=5&pace=0.02")
+                    else:
+                        response = httpx.get(self.server.url + "/ticks?n=5&pace=0.02", timeout=20)
+                    if response.status_code != 200 or not response.text.endswith("[DONE]\n\n"):
+                        self.failures.append(f"{response.status_code} {response.text[-100:]}")
+                except httpx.HTTPError as exc:
+                    self.failures.append(repr(exc))
+                self.count += 1
+
+
+def test_rolling_reload_fails_no_request(start: Start) -> None:
+    server = start("--processes", "2", "--pre-drain", "1", "--drain-deadline", "20")
+    before = pids(server)
+    load = [Load(server, keep=keep) for keep in (True, False, True)]
+    with httpx.stream("GET", server.url + "/ticks?n=80&pace=0.1") as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: 0")
+        server.signal(signal.SIGHUP)
+        eventually_sync(lambda: not pids(server) & before and len(pids(server)) == 2, 30)
+        # The stream of a process that has been replaced goes on to its end.
+        assert sum(line.startswith("data: ") for line in lines) == 80
+    for thread in load:
+        thread.done.set()
+        thread.join(10)
+        assert thread.failures == []
+        assert thread.count > 5
+    for pid in before:
+        eventually_sync(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 10)
+    server.signal(signal.SIGTERM)
+    assert server.wait(30) == 0
+
+
+def test_start_that_cannot_succeed_ends_at_once(start: Start) -> None:
+    server = start("--processes", "2", ready=False, redis_url="redis://127.0.0.1:1/0")
+    assert server.wait(30) == 1
+    assert "Start Redis, or correct REDIS_URL" in server.text()
+    assert "Traceback" not in server.text()
+
+
+def test_processes_do_not_outlive_a_killed_supervisor(start: Start) -> None:
+    server = start("--processes", "2", "--pre-drain", "0.1")
+    children = pids(server)
+    server.signal(signal.SIGKILL)
+    server.wait(5)
+    for pid in children:
+        eventually_sync(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 10)
+
+
+def test_taken_port_is_one_line(start: Start, valkey: EmbeddedValkey, var_dir: Path) -> None:
+    server = start()
+    env = {**os.environ, "REDIS_URL": valkey.url, "SLUICE_VAR_DIR": str(var_dir)}
+    command = [sys.executable, "manage.py", "serve", "--port", str(server.port)]
+    began = time.monotonic()
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
+    assert result.returncode == 1
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert f"Port {server.port} on 127.0.0.1 is taken" in result.stderr
+    assert "--port" in result.stderr
+    assert time.monotonic() - began < 20
