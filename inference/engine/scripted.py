@@ -17,6 +17,10 @@ Target (``alias=scripted:rate=50,context=4096``), all optional:
 ``say``        1: obey ``[[say:TEXT]]`` in the prompt - the answer is TEXT
 =============  ==========================================================================
 
+Of the sampling parameters it knows ``max_tokens``, ``min_tokens``, ``seed`` (where there is a
+temperature), ``stop_token_ids``, ``ignore_eos`` and ``logprobs`` (made up); of grammars ``choice``
+(the first one) and ``json_object``. Other grammars fail the request, the rest has no effect.
+
 Fault marks, ``[[NAME]]`` or ``[[NAME@K]]`` with K tokens of the answer made (default 0):
 ``error`` fails this sequence alone; ``raise`` ends the engine; ``hang`` stops its
 steps while the event loop goes on; ``freeze`` blocks the whole thread; ``kill`` ends
@@ -39,9 +43,10 @@ from typing import Any, get_type_hints
 import msgspec
 
 from inference.engine.base import Died, EngineOutput, Sink
-from inference.engine.scripted_tokenizer import EOS, PHRASE_LENGTH, PHRASES, ScriptedTokenizer
+from inference.engine.scripted_answer import ScriptedAnswer, logprob
+from inference.engine.scripted_tokenizer import EOS, ScriptedTokenizer
 from inference.errors import ConfigError, EngineDied, Overloaded, TooLarge
-from inference.messages import EngineStats, Job, ModelInfo, TokenLogprob
+from inference.messages import EngineStats, Job, ModelInfo
 
 __all__ = ["ScriptedEngine", "ScriptedOptions", "ScriptedTokenizer"]
 
@@ -90,47 +95,6 @@ class ScriptedOptions(msgspec.Struct, frozen=True, kw_only=True):
         return options
 
 
-class _Sequence:
-    """One running answer."""
-
-    __slots__ = (
-        "cost", "end", "fault", "fault_at", "id", "job", "key", "phrase", "position", "script", "stops"
-    )  # fmt: skip
-
-    def __init__(self, job: Job, position: int, key: int) -> None:
-        params = job.params
-        self.id = job.id
-        self.job = job
-        self.key = key
-        self.position = position
-        self.script: list[int] | None = None
-        self.phrase: tuple[int, ...] = ()
-        self.stops = frozenset(params.stop_token_ids)
-        self.cost = len(job.prompt_ids) + params.max_tokens
-        self.fault = b""
-        self.fault_at = -1
-        self.end = 1 << 62 if params.ignore_eos else max(16 + key % 240, params.min_tokens)
-        if position % PHRASE_LENGTH:
-            self.phrase = _phrase(key, position // PHRASE_LENGTH)
-
-    def next_token(self) -> int:
-        position = self.position
-        if self.script is not None:
-            if position < len(self.script):
-                return self.script[position]
-            return self.script[position % len(self.script)] if self.script else 32
-        place = position % PHRASE_LENGTH
-        if not place:
-            self.phrase = _phrase(self.key, position // PHRASE_LENGTH)
-        return self.phrase[place]
-
-
-def _phrase(key: int, block: int) -> tuple[int, ...]:
-    """The tokens of one block of an answer; multiplicative hashing, no state."""
-    mixed = ((key ^ (block * 0x9E3779B1)) * 0x85EBCA6B) & 0xFFFFFFFF
-    return PHRASES[(mixed >> 16) % len(PHRASES)]
-
-
 class ScriptedEngine:
     """See the module; the contract is :class:`inference.engine.base.Engine`."""
 
@@ -138,9 +102,9 @@ class ScriptedEngine:
         self._options = options
         self._alias = alias
         self._slots = options.slots or max_running
-        self._running: dict[str, _Sequence] = {}
-        self._prefilling: list[tuple[float, int, _Sequence]] = []
-        self._held: dict[str, _Sequence] = {}
+        self._running: dict[str, ScriptedAnswer] = {}
+        self._prefilling: list[tuple[float, int, ScriptedAnswer]] = []
+        self._held: dict[str, ScriptedAnswer] = {}
         self._held_tokens = 0
         self._submitted = 0
         self._timer: asyncio.Handle | None = None
@@ -187,6 +151,10 @@ class ScriptedEngine:
         self._submitted += 1
         wait = self._options.prefill * (len(job.prompt_ids) + len(resumed)) / 1000
         heapq.heappush(self._prefilling, (self._loop.time() + wait, self._submitted, sequence))
+        if self._timer is not None and not self._running:
+            # The step may be due for a longer prefill than this one.
+            self._timer.cancel()
+            self._timer = None
         self._schedule()
 
     def abort(self, request_id: str) -> None:
@@ -220,12 +188,10 @@ class ScriptedEngine:
 
     # Steps
 
-    def _make(self, job: Job, resumed: Sequence[int]) -> _Sequence:
+    def _make(self, job: Job, resumed: Sequence[int]) -> ScriptedAnswer:
         seed = job.params.seed if job.params.temperature > 1e-5 else 0
         prompt = b"".join(token.to_bytes(4, "little") for token in job.prompt_ids)
-        sequence = _Sequence(job, len(resumed), zlib.crc32(prompt, (seed or 0) & 0xFFFFFFFF))
-        if resumed and self._ended_with(job, resumed):
-            sequence.end = -1
+        sequence = ScriptedAnswer(job, len(resumed), zlib.crc32(prompt, (seed or 0) & 0xFFFFFFFF))
         if self._options.faults or self._options.say:
             text = bytes(token for token in job.prompt_ids if token < 256)
             mark = _MARK.search(text) if self._options.faults else None
@@ -237,9 +203,11 @@ class ScriptedEngine:
                     sequence.fault_at = -1
             said = _SAY.findall(text) if self._options.say else []
             if said:
-                sequence.script = list(said[-1])
-                if not job.params.ignore_eos:
-                    sequence.end = max(len(sequence.script), job.params.min_tokens)
+                sequence.say(said[-1])
+        if job.params.grammar is not None:
+            sequence.obey(job.params.grammar)
+        if resumed and self._ended_with(job, resumed):
+            sequence.end = -1
         return sequence
 
     @staticmethod
@@ -274,7 +242,7 @@ class ScriptedEngine:
         interval = 1 / self._options.rate if self._options.rate else 0.0
         for _ in range(_STEPS_PER_TURN):
             self._step()
-            if not interval or not self._running or self._due + interval > self._loop.time():
+            if self._hung or not interval or not self._running or self._due + interval > self._loop.time():
                 break
             self._due += interval
         self._schedule()
@@ -299,7 +267,7 @@ class ScriptedEngine:
         if outputs:
             self._sink(outputs)
 
-    def _advance(self, sequence: _Sequence) -> EngineOutput:
+    def _advance(self, sequence: ScriptedAnswer) -> EngineOutput:
         """The next token of one sequence; releases it where that is the last."""
         params = sequence.job.params
         position = sequence.position
@@ -320,14 +288,12 @@ class ScriptedEngine:
             finish, hidden = "stop", 1
         elif finish is None and sequence.position >= params.max_tokens:
             finish = "length"
-        logprobs = None if params.logprobs is None else [_logprob(token, position, params.logprobs)]
+        logprobs = None if params.logprobs is None else [logprob(token, position, params.logprobs)]
         if finish is not None:
             self._release(sequence.id)
-        return EngineOutput(
-            sequence.id, [token], logprobs=logprobs, finish=finish, hidden=hidden, stop_match=match
-        )
+        return EngineOutput(sequence.id, [token], logprobs=logprobs, finish=finish, hidden=hidden, stop_match=match)
 
-    def _fault(self, sequence: _Sequence, outputs: list[EngineOutput]) -> bool:
+    def _fault(self, sequence: ScriptedAnswer, outputs: list[EngineOutput]) -> bool:
         """Carry out a fault mark; ``False`` where no step is made any more."""
         assert self._sink is not None
         assert self._died is not None
@@ -368,13 +334,6 @@ class ScriptedEngine:
         self._dead = True
         for request_id in list(self._held):
             self._release(request_id)
-
-
-def _logprob(token: int, position: int, alternatives: int) -> TokenLogprob:
-    """Finite, negative, reproducible; the chosen token is the likeliest."""
-    value = -(1 + (token * 31 + position) % 97) / 100
-    top = [((token + step) % 256 if step else token, value - step) for step in range(alternatives)]
-    return TokenLogprob(token, value, top)
 
 
 def make(target: str, *, alias: str, max_running: int) -> ScriptedEngine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from inference.engine.scripted import ScriptedEngine, ScriptedOptions, ScriptedTokenizer
 from inference.engine.scripted_tokenizer import EOS
 from inference.errors import ConfigError, EngineDied, TooLarge
-from inference.messages import Job, SamplingParams
+from inference.messages import Grammar, Job, SamplingParams
 from inference.text import TextStream
 from tests.engine.rig import Rig
 
@@ -107,6 +108,14 @@ class TestAnswers:
         assert TOKENIZER.decode(answer.ids) == "<b>Grüße 🙂</b>"
         assert answer.finish == "stop"
 
+    async def test_simple_grammars_are_obeyed_and_others_fail_the_request(self, make: Make) -> None:
+        rig = await make("")
+        choice = await rig.run(job("r1", grammar=Grammar("choice", '["red", "blue"]')))
+        assert (TOKENIZER.decode(choice.ids), choice.finish) == ("red", "stop")
+        json_object = await rig.run(job("r2", grammar=Grammar("json_object")))
+        assert json.loads(TOKENIZER.decode(json_object.ids))
+        assert (await rig.run(job("r3", grammar=Grammar("regex", "a+")))).finish == "error"
+
     async def test_log_that_holds_the_whole_answer_is_only_finished(self, make: Make) -> None:
         rig = await make("")
         whole = await rig.run(job())
@@ -150,6 +159,11 @@ class TestPace:
         await waiting.tokens(1)
         assert loop.time() - begun >= 0.3
         assert len(running.ids) > before + 5
+
+    async def test_short_prefill_is_not_held_up_by_a_long_one_before_it(self, make: Make) -> None:
+        rig = await make("prefill=60")
+        rig.submit(job("long", "x" * 2000))
+        assert (await rig.run(job("short", "x", max_tokens=3), limit=30)).finish == "length"
 
     async def test_idle_engine_makes_no_steps(self, make: Make) -> None:
         rig = await make("rate=1000")
