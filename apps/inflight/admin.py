@@ -27,7 +27,7 @@ from apps.inflight.roster import Source, matching_ids, select, source
 from apps.inflight.rows import COLUMNS, NUMBERS, row
 from inference.errors import SluiceError
 
-LIVE_URL = "/admin/inflight/live"
+LIVE_URL = "/inflight/live"
 SHOWN_IDS = 20
 
 Handler = Callable[..., HttpResponse]

@@ -29,7 +29,7 @@ LIFETIME = 120.0
 
 
 class InflightEvents(StreamingHttpConsumer):
-    """``GET /admin/inflight/live?<the page's filters>``: one diff a second, as server-sent events."""
+    """``GET /inflight/live?<the page's filters>``: one diff a second, as server-sent events."""
 
     async def get(self, body: bytes) -> None:
         if not await may_view(self.principal):

@@ -12,16 +12,11 @@ from apps.inflight.query import phase_of
 from inference.store import RequestView
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
-    # name, heading, column to sort by ("" for none)
+    # name, heading, column to sort by ("" for none); what an operator looks at first comes first
     ("id", "Request", "id"),
     ("phase", "Phase", "phase"),
-    ("model", "Model", "model"),
-    ("via", "Via", ""),
     ("owner", "Owner", "owner"),
-    ("client", "Client", ""),
-    ("server", "Server", "server"),
-    ("worker", "Worker", "worker"),
-    ("attempt", "Attempt", "attempt"),
+    ("model", "Model", "model"),
     ("age", "Age", "age"),
     ("waited", "In queue", ""),
     ("ttft", "TTFT", ""),
@@ -30,6 +25,11 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("rate", "Tokens/s", ""),
     ("last", "Last token", ""),
     ("deadline", "Deadline", "deadline"),
+    ("worker", "Worker", "worker"),
+    ("attempt", "Attempt", "attempt"),
+    ("server", "Server", "server"),
+    ("via", "Via", ""),
+    ("client", "Client", ""),
 )
 NUMBERS = frozenset({"attempt", "age", "waited", "ttft", "prompt", "generated", "rate", "last", "deadline"})
 
@@ -106,7 +106,7 @@ def row(view: RequestView, owner: str, rate: float | None = None) -> Row:
     """The cells of one request. ``owner`` is its name for people, ``rate`` tokens/s just now."""
     phase = phase_of(view)
     rate = rate_of(view) if rate is None else rate
-    return {
+    cells = {
         "id": Cell(view.id, link=request_url(view.id)),
         "phase": _phase(view, phase),
         "model": Cell(view.model),
@@ -125,6 +125,7 @@ def row(view: RequestView, owner: str, rate: float | None = None) -> Row:
         "last": Cell(since=view.last_token_ms) if view.last_token_ms else Cell("-"),
         "deadline": Cell(until=view.deadline_ms) if view.deadline_ms else Cell("none"),
     }
+    return {name: cells[name] for name, _, _ in COLUMNS}
 
 
 def _phase(view: RequestView, phase: str) -> Cell:

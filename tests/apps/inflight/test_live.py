@@ -86,7 +86,7 @@ async def opened(browser: AsyncClient, query: str = "", headers: Any = ()) -> As
 
     cookie = "; ".join(f"{k}={v.value}" for k, v in browser.cookies.items())
     scope = {
-        "type": "http", "method": "GET", "path": "/admin/inflight/live", "raw_path": b"/admin/inflight/live",
+        "type": "http", "method": "GET", "path": "/inflight/live", "raw_path": b"/inflight/live",
         "query_string": query.encode(), "scheme": "http", "http_version": "1.1", "server": ("testserver", 80),
         "client": ("127.0.0.1", 1), "headers": [(b"host", b"testserver"), (b"cookie", cookie.encode()), *headers],
     }  # fmt: skip
