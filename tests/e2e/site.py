@@ -80,8 +80,14 @@ class Site:
         self.start_server()
         if pool:
             self.start_pool()
-        eventually_sync(lambda: self.status("/readyz") == 200, START_SECONDS, what="the site is ready")
+        eventually_sync(self._up, START_SECONDS, what="the site is ready")
         return self
+
+    def _up(self) -> bool:
+        for name, process in (("server", self.server), ("pool", self.pool)):
+            if process is not None and process.poll() is not None:
+                raise RuntimeError(f"the {name} has ended:\n{self.log(name)[-2000:]}")
+        return self.status("/readyz") == 200
 
     def start_server(self) -> None:
         self.server = self._spawn("server", "serve", "--port", str(self.port))

@@ -1,0 +1,99 @@
+"""The chat page while the processes behind it die (UI-02)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.e2e.chat import answer_text, ask, counted, last_answer, say, wait_done, wait_text
+from tests.e2e.conftest import open_chat
+from tests.e2e.site import Site
+from tests.support import eventually_sync
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.faults]
+
+
+def test_ui_02_a_killed_worker_is_bridged(make_site: Callable[..., Site], contexts: Callable[..., Any]) -> None:
+    site = make_site()
+    page = open_chat(contexts(site))
+    text = counted(100)
+    say(page, text)
+    wait_text(page, "epsilon4")
+    os.kill(site.workers()[0].pid, signal.SIGKILL)
+    wait_done(page, 60_000)
+    assert answer_text(page) == text
+    assert last_answer(page).locator(".notice").is_hidden()
+
+
+def test_ui_02_a_server_that_is_terminated_hands_over(
+    make_site: Callable[..., Site], contexts: Callable[..., Any]
+) -> None:
+    """TERM in mid-answer: the generation goes on, and the page comes back to it on the next server."""
+    site = make_site()
+    page = open_chat(contexts(site))
+    text = counted(150)
+    say(page, text)
+    wait_text(page, "epsilon4")
+    assert site.server is not None
+    site.server.send_signal(signal.SIGTERM)
+    assert site.server.wait(20) == 0
+    page.wait_for_selector("#connection:not([hidden])")
+    site.start_server()
+    wait_done(page, 60_000)
+    assert answer_text(page) == text
+    assert page.locator("#connection").is_hidden()
+
+
+def test_ui_02_a_server_that_is_killed_is_bridged(make_site: Callable[..., Site], contexts: Callable[..., Any]) -> None:
+    site = make_site()
+    page = open_chat(contexts(site))
+    text = counted(150)
+    say(page, text)
+    wait_text(page, "epsilon4")
+    assert site.server is not None
+    site.server.kill()
+    site.server.wait()
+    site.start_server()
+    wait_done(page, 60_000)
+    assert answer_text(page) == text
+
+
+def test_ui_02_redis_gone_shows_an_error_with_retry(
+    make_site: Callable[..., Site], contexts: Callable[..., Any]
+) -> None:
+    site = make_site(SLUICE_REDIS_OUTAGE_LIMIT="2")
+    page = open_chat(contexts(site))
+    say(page, counted(400))
+    wait_text(page, "epsilon4")
+    site.valkey.stop()
+    answer = wait_done(page, 30_000)
+    notice = answer.locator(".notice")
+    assert notice.is_visible() and "failed" in (answer.get_attribute("class") or "")
+    assert notice.locator("[data-act=retry]").is_visible()
+    part = answer_text(page)
+    assert "epsilon4" in part
+    # The input is usable; what is asked now fails visibly too, and nothing hangs.
+    say(page, "Back.", "Are you there?")
+    answer = wait_done(page, 30_000)
+    assert answer.locator(".notice [data-act=retry]").is_visible()
+    site.valkey.start()
+    eventually_sync(lambda: site.status("/readyz") == 200, 60, what="ready again")
+    answer.locator("[data-act=retry]").click()
+    wait_text(page, "Back.", 30_000)
+    wait_done(page)
+
+
+def test_ui_02_a_failed_answer_is_not_fed_back(page: Any, site: Site) -> None:
+    ask(page, "Break please [[error@4]]")
+    answer = wait_done(page)
+    assert answer.locator(".notice").is_visible()
+    assert "failed" in (answer.get_attribute("class") or "")
+    prompt_before = answer.locator(".stats").get_attribute("title")
+    say(page, "Good.", "Again")
+    wait_text(page, "Good.")
+    wait_done(page)
+    assert prompt_before is not None
