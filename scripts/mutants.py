@@ -1,0 +1,116 @@
+"""Breaks the code on purpose, one place at a time, and sees that a test fails.
+
+    python scripts/mutants.py [--only WORD] [--list]
+
+``scripts/mutants.toml`` lists the places: each names a clean-up or a check, the
+text that makes it up, what to put in its stead, and the tests that should
+notice. A mutant that survives is a guarantee that no test holds. The work is
+done in a copy of the tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT = 300  # seconds for the tests of one mutant
+TESTS_FAILED = 1  # pytest's exit code
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="WORD", help="those whose name or file contains WORD")
+    parser.add_argument("--list", action="store_true", help="say what there is and do nothing")
+    options = parser.parse_args()
+    mutants = [m for m in load() if options.only in m.name or options.only in m.file]
+    if options.list:
+        for mutant in mutants:
+            print(f"{mutant.file:<45} {mutant.name}")
+        return
+    if not mutants:
+        sys.exit(f"no mutant matches {options.only!r}")
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        tree = Path(name)
+        copy_tree(tree)
+        for tests in sorted({m.tests for m in mutants}):
+            if run(tree, tests)[0] != 0:
+                sys.exit(f"error: without any mutant, these tests fail already: {tests}")
+        survivors = [m for m in mutants if not caught(tree, m)]
+    print(f"\n{len(mutants) - len(survivors)} of {len(mutants)} caught.")
+    if survivors:
+        sys.exit("survived: " + "; ".join(m.name for m in survivors))
+
+
+def load() -> list[Mutant]:
+    with open(ROOT / "scripts" / "mutants.toml", "rb") as file:
+        return [Mutant(**entry) for entry in tomllib.load(file)["mutant"]]
+
+
+def copy_tree(target: Path) -> None:
+    """What git knows or would add."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def caught(tree: Path, mutant: Mutant) -> bool:
+    """Apply, test, take back; ``True`` where a test failed."""
+    path = tree / mutant.file
+    source = path.read_text()
+    if source.count(mutant.old) != 1:
+        sys.exit(f"error: {mutant.name}: its text stands {source.count(mutant.old)} times in {mutant.file}, not once")
+    path.write_text(source.replace(mutant.old, mutant.new))
+    started = time.monotonic()
+    try:
+        code, output = run(tree, mutant.tests)
+    finally:
+        path.write_text(source)
+    verdict = "caught" if code == TESTS_FAILED else "SURVIVED" if code == 0 else f"BROKEN (pytest ended with {code})"
+    failed = next((line.split(" - ")[0] for line in output.splitlines() if line.startswith("FAILED")), "")
+    print(f"{verdict:<9} {time.monotonic() - started:4.0f} s  {mutant.name}  {failed}", flush=True)
+    return code == TESTS_FAILED
+
+
+def run(tree: Path, tests: str) -> tuple[int, str]:
+    """Exit code of pytest (``TESTS_FAILED`` where it hangs) and its output."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(tests)]
+    env = {**os.environ, "PYTHONPATH": f"{tree}:{tree / 'platform'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(
+        command, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        return TESTS_FAILED, process.communicate()[0]
+    return process.returncode, output
+
+
+if __name__ == "__main__":
+    main()
