@@ -51,7 +51,7 @@ class JsonNotFound:
         self._first = {route.path.partition("/")[0] for route in routes if route.kind == "http"}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        first = scope["path"].split("/", 2)[1]
+        first = scope["path"].split("/", 2)[1].lower()
         await (not_found if first in self._first else self.app)(scope, receive, send)
 
 

@@ -108,7 +108,7 @@ def _database() -> dict[str, object]:
     url = os.environ.get("DATABASE_URL", "")
     try:
         database = dict(dj_database_url.parse(url or f"sqlite:///{VAR_DIR / 'db.sqlite3'}"))
-    except Exception as exc:  # the parser raises whatever its parts raise
+    except Exception as exc:  # noqa: BLE001 - the parser raises whatever its parts raise
         raise ImproperlyConfigured(
             f"DATABASE_URL is malformed; for instance postgres://user:password@host:5432/name ({type(exc).__name__})"
         ) from None

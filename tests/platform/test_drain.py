@@ -45,7 +45,7 @@ class Reader(threading.Thread):
                         self.events.append(line[6:])
                         self.times.append(time.monotonic())
                         self.first.set()
-        except Exception as exc:
+        except (httpx.HTTPError, OSError) as exc:
             self.error = exc
         self.ended = time.monotonic()
 

@@ -9,7 +9,6 @@ once and waits for its clean-up. No task outlives the consumer.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +19,7 @@ from channels.consumer import AsyncConsumer
 from sluice import access, conf, logs
 from sluice.consumers import live
 from sluice.consumers.errors import HttpError, draining, error_object
+from sluice.consumers.tasks import cancel_and_wait
 
 logger = logging.getLogger("sluice.http")
 
@@ -221,8 +221,8 @@ class StreamingHttpConsumer(AsyncConsumer):
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             # Also on the way out of a cancellation: cancel what is left and wait until it has cleaned up.
-            await _cancel_and_wait(gone)
-            await _cancel_and_wait(task)
+            await cancel_and_wait(gone)
+            await cancel_and_wait(task)
         if not task.cancelled() and (exc := task.exception()) is not None:
             raise exc
 
@@ -266,7 +266,7 @@ class StreamingHttpConsumer(AsyncConsumer):
         """End the exchange because the server ends: an error event, or a 503 where nothing was sent yet."""
         self.shutting_down = True
         if self._task is not None:
-            await _cancel_and_wait(self._task)
+            await cancel_and_wait(self._task)
 
 
 def _too_large(limit: int) -> HttpError:
@@ -281,18 +281,3 @@ def _too_large(limit: int) -> HttpError:
 async def _until_disconnect(receive: Any) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _cancel_and_wait(task: asyncio.Task[Any]) -> None:
-    """Cancel a task and wait for its end, even while being cancelled oneself."""
-    task.cancel()
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            cancelled = True
-    with contextlib.suppress(asyncio.CancelledError):
-        task.exception()
-    if cancelled:
-        raise asyncio.CancelledError

@@ -14,7 +14,7 @@ from channels.consumer import AsyncConsumer
 from sluice import access, logs
 from sluice.consumers import live
 from sluice.consumers.errors import HttpError
-from sluice.consumers.http import _cancel_and_wait
+from sluice.consumers.tasks import cancel_and_wait, cancel_once
 
 logger = logging.getLogger("sluice.websocket")
 
@@ -115,7 +115,7 @@ class StreamingWebSocketConsumer(AsyncConsumer):
     def cancel(self, key: Any) -> bool:
         """Ask a task to stop; ``False`` where none of that key runs."""
         task = self.tasks.get(key)
-        return task is not None and task.cancel()
+        return task is not None and cancel_once(task)
 
     @property
     def idle(self) -> bool:
@@ -144,9 +144,9 @@ class StreamingWebSocketConsumer(AsyncConsumer):
 
     async def _cancel_all(self) -> None:
         for task in list(self.tasks.values()):
-            task.cancel()
+            cancel_once(task)
         for task in list(self.tasks.values()):
-            await _cancel_and_wait(task)
+            await cancel_and_wait(task)
 
     # --- running ----------------------------------------------------------------------
 

@@ -1,0 +1,39 @@
+"""Cancelling tasks so that their clean-up is left in peace, and waiting for its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+from weakref import WeakSet
+
+_asked: WeakSet[asyncio.Task[Any]] = WeakSet()
+
+
+def cancel_once(task: asyncio.Task[Any]) -> bool:
+    """Ask a task to stop, unless it has been asked already.
+
+    A second cancellation would hit the first ``await`` of the clean-up that the
+    first one started, and cut that off. Returns whether the task still runs.
+    """
+    if task.done():
+        return False
+    if task not in _asked:
+        _asked.add(task)
+        task.cancel()
+    return True
+
+
+async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
+    """Ask a task to stop and wait for its end, even while being cancelled oneself."""
+    cancel_once(task)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    with contextlib.suppress(asyncio.CancelledError):
+        task.exception()  # seen; whoever needs it asks the task
+    if cancelled:
+        raise asyncio.CancelledError

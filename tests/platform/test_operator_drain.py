@@ -1,0 +1,118 @@
+"""A drain asked for without a signal: it goes as far as finishing, does not exit, and can be undone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from sluice.conf import ServerConfig
+from sluice.exchanges import ExchangeRegistry
+from sluice.server.drain import Drain, DrainHooks
+from sluice.status import ServerState, ServerStatus
+from tests.support import eventually
+
+
+class Server:
+    """What the drain does to the server, noted."""
+
+    accepting = True
+    exit_code = 0
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: self.calls.append(name)
+
+    async def wait_closed(self) -> None:
+        self.calls.append("wait_closed")
+
+
+class Hooks(DrainHooks):
+    def __init__(self) -> None:
+        self.states: list[str] = []
+        self.calls: list[str] = []
+
+    def state_changed(self, state: ServerState) -> None:
+        self.states.append(str(state))
+
+    async def end_streams(self) -> None:
+        self.calls.append("end_streams")
+
+    async def stop(self, timeout: float) -> None:
+        self.calls.append("stop")
+
+
+@pytest.fixture
+def parts() -> tuple[Drain, Server, Hooks]:
+    hooks, server = Hooks(), Server()
+    config = ServerConfig(pre_drain=0.05, drain_deadline=5)
+    drain = Drain(config, ServerStatus(), ExchangeRegistry(), hooks)
+    drain.attach(server)
+    return drain, server, hooks
+
+
+async def test_steps_aside_and_comes_back(parts: tuple[Drain, Server, Hooks]) -> None:
+    drain, server, hooks = parts
+    exchange = drain.exchanges.open("sse", "/x", "r1")
+    drain.on_command("drain")
+    drain.on_command("drain")  # asked twice: once is enough
+    await eventually(lambda: drain.status.state == ServerState.FINISHING)
+    assert drain.status.refusing
+    assert drain.status.seconds_left() is None
+    drain.on_command("undrain")
+    assert drain.status.state == ServerState.SERVING
+    assert not drain.status.leaving
+    exchange.release()
+    await asyncio.sleep(0.05)
+    assert hooks.states == ["pausing", "refusing", "finishing", "serving"]
+    assert server.calls == ["close_idle"]
+    drain.on_command("undrain")  # nothing to undo
+    assert hooks.states[-1] == "serving"
+
+
+async def test_signal_after_an_operators_drain_skips_the_pause(parts: tuple[Drain, Server, Hooks]) -> None:
+    drain, server, hooks = parts
+    drain.on_command("drain")
+    await eventually(lambda: drain.status.state == ServerState.FINISHING)
+    await asyncio.sleep(0.05)
+    assert hooks.calls == []
+    drain.on_sigterm()
+    drain.on_command("undrain")  # too late
+    await eventually(lambda: "stop" in server.calls)
+    assert hooks.states == ["pausing", "refusing", "finishing", "finishing", "ending"]
+    assert hooks.calls == ["end_streams", "stop"]
+
+
+async def test_undone_drain_can_be_asked_for_again(parts: tuple[Drain, Server, Hooks]) -> None:
+    drain, _, hooks = parts
+    for _ in range(2):
+        drain.on_command("drain")
+        await eventually(lambda: drain.status.state == ServerState.FINISHING)
+        drain.on_command("undrain")
+    assert hooks.states == ["pausing", "refusing", "finishing", "serving"] * 2
+
+
+async def test_failing_steps_do_not_stop_the_drain(parts: tuple[Drain, Server, Hooks]) -> None:
+    drain, server, hooks = parts
+
+    async def broken(*args: Any) -> None:
+        raise RuntimeError("no")
+
+    hooks.end_streams = broken  # type: ignore[method-assign]
+    hooks.stop = broken  # type: ignore[method-assign]
+    drain.on_sigterm()
+    await eventually(lambda: "stop" in server.calls)
+    assert drain.status.state == ServerState.ENDING
+    assert server.exit_code == 0
+
+
+def test_states_only_move_forward() -> None:
+    status = ServerStatus()
+    status.move(ServerState.REFUSING)
+    with pytest.raises(ValueError, match="refusing back to serving"):
+        status.move(ServerState.SERVING)
+    status.move(ServerState.SERVING, undo=True)
+    assert status.state is ServerState.SERVING
