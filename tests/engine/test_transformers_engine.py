@@ -159,17 +159,36 @@ async def test_slots_are_counted_and_overloaded_is_raised(make_rig: Callable[...
     await rig.run(job("c"))
 
 
-async def test_fits_goes_by_what_running_ones_may_still_grow_to(make_rig: Callable[..., Any]) -> None:
+async def test_fits_goes_by_the_next_stretch_of_what_is_running(make_rig: Callable[..., Any]) -> None:
     rig = await make_rig(cache_tokens=1024)
-    rig.submit(job("a", max_tokens=600, ignore_eos=True))
+    rig.submit(job("a", [65] * 300, max_tokens=600, ignore_eos=True))
     assert rig.engine.free_slots() == 7
     assert not rig.engine.fits(job("b", max_tokens=600))
-    assert rig.engine.fits(job("c", max_tokens=300))
+    assert rig.engine.fits(job("c", max_tokens=100))
     with pytest.raises(Overloaded):
         rig.submit(job("b", max_tokens=600))
     rig.engine.abort("a")
     await rig.quiet()
     assert rig.engine.fits(job("b", max_tokens=600))
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "logprobs": 1, "frequency_penalty": 0.3}])
+async def test_answers_that_outgrow_the_cache_together_pause_but_do_not_change(
+    make_rig: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("inference.engine.transformers.engine.STRETCH", 16)
+    monkeypatch.setattr("inference.engine.transformers.engine.RENEW_BELOW", 4)
+    rig = await make_rig(cache_tokens=640, max_running=8)
+    jobs = [job(f"a{i}", [97 + i] * 30, max_tokens=250, ignore_eos=True, seed=i, **params) for i in range(6)]
+    solo = [await rig.run(Job(f"solo{each.id}", "tiny", each.prompt_ids, each.params)) for each in jobs]
+    answers = [rig.submit(each) for each in jobs]
+    for expected, answer in zip(solo, answers, strict=True):
+        await answer.finished()
+        assert answer.ids == expected.ids and answer.finish == "length"
+        if "logprobs" in params:
+            assert [entry.token_id for entry in answer.logprobs] == answer.ids
+    await rig.quiet()
+    assert not rig.death.done()
 
 
 @pytest.mark.parametrize("prompt", [[], [65, VOCABULARY], [-1], [65, 10**9]])
@@ -476,7 +495,7 @@ async def test_an_exception_in_the_sampler_ends_the_engine(rig: Rig) -> None:
 
 async def test_an_error_of_one_request_leaves_the_others(rig: Rig) -> None:
     mates = [rig.submit(job(f"m{i}", max_tokens=40, ignore_eos=True)) for i in range(3)]
-    banned = {i: -100.0 for i in range(VOCABULARY)}
+    banned = dict.fromkeys(range(VOCABULARY), -100.0)
     bad = await rig.run(job("bad", max_tokens=10, logit_bias=banned))
     assert bad.finish == "error" and bad.error
     for mate in mates:

@@ -5,9 +5,13 @@ live, what they have reserved, what reaches the sink. The library's generation
 thread owns the batch: scheduling, the forward pass, sampling. They meet in the
 library's queues and in ``call_soon_threadsafe``, once per step.
 
-Admission reserves for each sequence everything that it may grow to. The library
-ends its loop, with all requests in it, when one does not fit its cache, and
-evicts running sequences when they outgrow it together; neither can happen here.
+Admission keeps a budget of the cache. The library ends its loop, with all
+requests in it, when one request can never fit, so that is refused first. Each
+sequence holds a reservation for its prompt and the next stretch of its answer,
+renewed ahead of need: an answer rarely uses all of its ``max_tokens``, and with
+the default (what is left of the context) a few requests would book the whole
+cache. Where many answers grow long together after all, the library sets the
+newest back, recomputes it later, and the client sees a pause.
 """
 
 from __future__ import annotations
@@ -35,6 +39,10 @@ from inference.engine.transformers.sizing import batching_config
 from inference.errors import EngineDied, ModelUnavailable, Overloaded, TooLarge
 from inference.messages import EngineStats, Job, ModelInfo, SamplingParams
 
+STRETCH = 512
+"""Answer tokens that a sequence reserves ahead."""
+RENEW_BELOW = 64
+"""Tokens left of a reservation at which the next stretch is reserved."""
 STOP_TIMEOUT = 30.0
 """Seconds that closing waits for the generation thread."""
 
@@ -205,10 +213,9 @@ class TransformersEngine:
             resumed,
             eos_ids=self._loaded.eos_ids,
             vocab_size=self._loaded.vocab_size,
-            units=self._units(need),
         )
         self._live[job.id] = generation
-        self._reserved += generation.units
+        self._reserve(generation)
         problem = self._problem(job, resumed)
         ending = generation.ending()
         if problem or ending:
@@ -282,10 +289,18 @@ class TransformersEngine:
 
     def fits(self, job: Job, resumed: int = 0) -> bool:
         """See :meth:`inference.engine.base.Engine.fits`. ``resumed`` ids are part of ``max_tokens``."""
-        need = len(job.prompt_ids) + job.params.max_tokens
         return (
-            self.free_slots() > 0 and need <= self.capacity and self._reserved + self._units(need) <= self._units_total
+            self.free_slots() > 0
+            and len(job.prompt_ids) + job.params.max_tokens <= self.capacity
+            and self._reserved + self._units(_ahead(job, resumed)) <= self._units_total
         )
+
+    def _reserve(self, generation: Generation) -> None:
+        """Book the next stretch of an answer; what is booked is given back by ``_release`` alone."""
+        generation.room = _ahead(generation.job, len(generation.tokens))
+        units = self._units(generation.room)
+        self._reserved += units - generation.units
+        generation.units = units
 
     def _units(self, tokens: int) -> int:
         """Cache sectors that a sequence of so many tokens can come to occupy."""
@@ -313,6 +328,8 @@ class TransformersEngine:
                 self._log.cached_prompt_tokens += output.cached
             if output.finish:
                 self._finish(generation, output.finish)
+            elif generation.room - generation.length < RENEW_BELOW:
+                self._reserve(generation)
             outputs.append(output)
         if outputs:
             self._sink(outputs)
@@ -372,6 +389,11 @@ class TransformersEngine:
         cached = sum(len(a.ledger.cached_blocks) * a.bytes_per_block for a in self._cache.cache_allocators.values())
         free = int(self._cache.compute_free_capacity(relative=False) / size)
         return total, free, round(cached / size)
+
+
+def _ahead(job: Job, generated: int) -> int:
+    """Length that a sequence reserves cache for, tokens, when so much of its answer is there."""
+    return len(job.prompt_ids) + min(job.params.max_tokens, generated + STRETCH)
 
 
 def _stop(manager: Any) -> None:

@@ -60,7 +60,8 @@ class Generation:
             second attempt of a request never meets remains of the first.
         tokens: ids generated so far, those of earlier attempts included.
         stop_ids: ids that end the answer.
-        units: cache units that it may grow to occupy; reserved while it lives.
+        units: cache units reserved for it while it lives.
+        room: length that these units suffice for, tokens of prompt and answer.
         emitted: how many ids the batching loop has delivered.
         logprobs: entries for ids that are sampled but not yet delivered.
     """
@@ -82,6 +83,7 @@ class Generation:
         "plain",
         "prior",
         "released",
+        "room",
         "seed",
         "seen",
         "started",
@@ -99,7 +101,6 @@ class Generation:
         *,
         eos_ids: frozenset[int],
         vocab_size: int,
-        units: int,
     ) -> None:
         params = job.params
         self.key = key
@@ -107,7 +108,8 @@ class Generation:
         self.params = params
         self.prior = len(resumed)
         self.tokens = list(resumed)
-        self.units = units
+        self.units = 0
+        self.room = 0
         # With a grammar EOS is the only way to say "complete", whatever ignore_eos asks for.
         ends = frozenset() if params.ignore_eos and params.grammar is None else eos_ids
         self.stop_ids = ends | {i for i in params.stop_token_ids if 0 <= i < vocab_size}
@@ -135,6 +137,11 @@ class Generation:
         self.closed = False
         self.done = False
         self.released = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self.job.prompt_ids) + len(self.tokens)
 
     @property
     def position(self) -> int:

@@ -134,9 +134,8 @@ class FairScheduler(FIFOScheduler):
     def _try_to_meet_safety_margin(self) -> bool:
         """Make room for the step from the prefix cache, oldest blocks first.
 
-        Admission has reserved what every sequence may still grow to, so the
-        blocks are there; only cached ones may lie in the way. (The library
-        would drop the whole prefix cache.)
+        The library would drop the whole prefix cache. Where even all of it is
+        not enough, its own machinery sets back the newest sequence.
         """
         self.cache.pool.try_to_free_sectors()
         for allocator in self.cache.cache_allocators.values():

@@ -17,7 +17,7 @@ PAGE_SIZE = 32
 """Tokens per cache page: the grain in which prompts share a prefix."""
 FLASH_PAGE_SIZE = 256
 """The same with flash attention, whose paged kernels ask for it."""
-CPU_CACHE_TOKENS = 65536
+CPU_CACHE_TOKENS = 32768
 """Most cache that is taken on a CPU unasked, tokens."""
 CPU_CACHE_SHARE = 0.2
 """Most of the free memory that the cache takes on a CPU unasked."""

@@ -1,0 +1,257 @@
+"""Tokens per second of the engine against the loop it is built on and against static batches.
+
+Everything in one process, same weights, same prompts, same lengths, measured in
+alternating rounds; printed as a table of medians and ratios::
+
+    python benchmarks/bench_engine.py --model DIR [--device cpu] [--dtype float32]
+
+* ``bare``    transformers' continuous batching as it comes, streaming, tokens thrown away
+* ``static``  ``model.generate`` on one padded batch: no streaming, no late arrivals
+* ``engine``  ours: admission, sampler, per-step hand-over to an event loop, detokenisation
+
+Then the same engine with sampling (temperature, top-p, seed), and the time to
+the first token of a second prompt that shares a 600-token prefix with the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import torch
+
+from inference.config import Config
+from inference.engine.base import EngineOutput
+from inference.engine.transformers import TransformersEngine
+from inference.engine.transformers.loading import greedy_config
+from inference.messages import Job, SamplingParams
+
+CONCURRENCY = (1, 8, 32)
+PROMPT_TOKENS = 48
+
+
+class Engine:
+    """Ours, with each answer detokenised as it comes."""
+
+    def __init__(self, folder: str, device: str, config: Config) -> None:
+        self.engine = TransformersEngine(folder, alias="bench", device=device, config=config)
+        self.detokenise = _detokeniser(folder)
+        self.open: set[str] = set()
+        self.done = asyncio.Event()
+        self.first: dict[str, float] = {}
+        self.numbers = 0
+
+    async def load(self) -> float:
+        started = time.perf_counter()
+        await self.engine.load(self._sink, self._died)
+        return time.perf_counter() - started
+
+    def _died(self, error: BaseException) -> None:
+        raise SystemExit(f"the engine died: {error}")
+
+    def _sink(self, outputs: Sequence[EngineOutput]) -> None:
+        for output in outputs:
+            self.first.setdefault(output.id, time.perf_counter())
+            self.detokenise(output.id, output.ids, output.finish is not None)
+            if output.finish:
+                self.open.discard(output.id)
+        if not self.open:
+            self.done.set()
+
+    async def run(self, prompts: Sequence[list[int]], length: int, **params: Any) -> None:
+        self.done.clear()
+        for prompt in prompts:
+            self.numbers += 1
+            name = f"r{self.numbers}"
+            self.open.add(name)
+            merged: dict[str, Any] = {"temperature": 0.0, "seed": self.numbers, **params}
+            self.engine.submit(Job(name, "bench", prompt, SamplingParams(max_tokens=length, ignore_eos=True, **merged)))
+        await self.done.wait()
+
+    async def first_token_after(self, prompt: list[int]) -> float:
+        started = time.perf_counter()
+        await self.run([prompt], 1)
+        return self.first[f"r{self.numbers}"] - started
+
+
+class Bare:
+    """The library's manager on the same model object, with nothing of ours in it."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        from transformers import ContinuousBatchingConfig
+
+        ours = engine._manager.continuous_batching_config
+        model = engine._loaded.model
+        self.manager = model.init_continuous_batching(
+            greedy_config(),
+            ContinuousBatchingConfig(
+                page_size=ours.page_size,
+                num_blocks=ours.num_blocks,
+                max_batch_tokens=ours.max_batch_tokens,
+                max_requests_per_batch=ours.max_requests_per_batch,
+                use_async_batching=False,
+                auto_switch_to_flash=ours.auto_switch_to_flash,
+            ),
+        )
+        self.numbers = 0
+        with torch.inference_mode():
+            self.manager.warmup()
+            self.manager.start()
+
+    def run(self, prompts: Sequence[list[int]], length: int) -> None:
+        for prompt in prompts:
+            self.numbers += 1
+            self.manager.add_request(
+                prompt, request_id=f"b{self.numbers}", max_new_tokens=length, streaming=True, eos_token_id=[-1]
+            )
+        left = len(prompts)
+        while left:
+            output = self.manager.get_result(timeout=60)
+            if output is None:
+                raise SystemExit("the bare loop gave nothing for a minute")
+            left -= output.is_finished()
+
+    def close(self) -> None:
+        self.manager.stop(block=True, hard_stop=True)
+
+
+def static(model: Any, prompts: Sequence[list[int]], length: int) -> None:
+    """One batch through ``generate``; the prompts have equal lengths, so nothing is padded."""
+    ids = torch.tensor(prompts, device=model.device)
+    with torch.inference_mode():
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=length,
+            min_new_tokens=length,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+
+def _detokeniser(folder: str) -> Callable[[str, Sequence[int], bool], None]:
+    """Text as the worker builds it."""
+    from inference.models.tokenizer import ModelTokenizer
+    from inference.text.detokenizer import Detokenizer
+
+    tokenizer = ModelTokenizer(folder)
+    open_ones: dict[str, Any] = {}
+
+    def push(name: str, ids: Sequence[int], last: bool) -> None:
+        if name not in open_ones:
+            open_ones[name] = Detokenizer(tokenizer)
+        open_ones[name].push(ids)
+        if last:
+            open_ones.pop(name).flush()
+
+    return push
+
+
+def prompts_of(vocabulary: int, count: int, round_: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
+    """Distinct prompts, so that no prefix is shared by accident."""
+    generator = torch.Generator().manual_seed(1000 * round_ + count)
+    return torch.randint(100, vocabulary - 100, (count, length), generator=generator).tolist()
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    config = Config(dtype=options.dtype, max_running=max(options.concurrent), cache_tokens=options.cache_tokens)
+    ours = Engine(options.model, options.device, config)
+    report: dict[str, Any] = {"load_seconds": round(await ours.load(), 2), "threads": torch.get_num_threads()}
+    engine = ours.engine
+    bare, model = Bare(engine), engine._loaded.model
+    report["dtype"] = str(model.dtype).removeprefix("torch.")
+    vocabulary, length = engine._loaded.vocab_size, options.length
+
+    async def timed(run: Callable[[], Awaitable[None]]) -> float:
+        started = time.perf_counter()
+        await run()
+        return time.perf_counter() - started
+
+    rows: list[dict[str, Any]] = []
+    for count in options.concurrent:
+        rates: dict[str, list[float]] = {"bare": [], "engine": [], "sampled": [], "static": []}
+        for round_ in range(options.rounds + 1):
+            p = [prompts_of(vocabulary, count, 10 * round_ + i) for i in range(4)]
+            runs: dict[str, Callable[[], Awaitable[None]]] = {
+                "bare": lambda p=p: asyncio.to_thread(bare.run, p[0], length),
+                "engine": lambda p=p: ours.run(p[1], length),
+                "sampled": lambda p=p: ours.run(p[2], length, temperature=0.8, top_p=0.95),
+                "static": lambda p=p: asyncio.to_thread(static, model, p[3], length),
+            }
+            order = list(runs) if round_ % 2 else list(runs)[::-1]
+            for name in order:
+                seconds = await timed(runs[name])
+                if round_:  # the first round warms up
+                    rates[name].append(count * length / seconds)
+        row: dict[str, Any] = {name: round(statistics.median(values), 1) for name, values in rates.items()}
+        pairs = zip(rates["engine"], rates["bare"], strict=True)
+        row |= {
+            "concurrent": count,
+            "engine/bare": round(statistics.median(e / b for e, b in pairs), 3),
+            "engine/static": round(row["engine"] / row["static"], 3),
+        }
+        rows.append(row)
+        print(row, file=sys.stderr, flush=True)
+    report["rows"] = rows
+    report["prefix"] = await prefix(ours, vocabulary)
+    bare.close()
+    await engine.close()
+    return report
+
+
+async def prefix(ours: Engine, vocabulary: int) -> dict[str, float]:
+    """Time to first token, seconds: a new 600-token prefix, then another prompt with the same one."""
+    ratios, firsts, seconds = [], [], []
+    for round_ in range(3):
+        (shared,) = prompts_of(vocabulary, 1, 500 + round_, 600)
+        first = await ours.first_token_after([*shared, 101, 102, 103])
+        second = await ours.first_token_after([*shared, 104, 105, 106])
+        firsts.append(first)
+        seconds.append(second)
+        ratios.append(second / first)
+    return {
+        "first_seconds": round(statistics.median(firsts), 3),
+        "second_seconds": round(statistics.median(seconds), 3),
+        "second/first": round(statistics.median(ratios), 3),
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    names = ["concurrent", "bare", "engine", "sampled", "static", "engine/bare", "engine/static"]
+    print(f"{report['dtype']}, {report['threads']} threads, loaded in {report['load_seconds']} s; tokens/s:")
+    print("".join(f"{name:>14}" for name in names))
+    for row in report["rows"]:
+        print("".join(f"{row[name]:>14}" for name in names))
+    shared = report["prefix"]
+    print(
+        f"shared 600-token prefix: first token after {shared['first_seconds']} s, "
+        f"then {shared['second_seconds']} s; ratio {shared['second/first']} (bound 0.3)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="model folder")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--length", type=int, default=48, help="tokens per answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--concurrent", type=int, nargs="+", default=list(CONCURRENCY))
+    parser.add_argument("--cache-tokens", type=int, default=32768)
+    parser.add_argument("--json", help="write the report to this file")
+    options = parser.parse_args()
+    report = asyncio.run(measure(options))
+    show(report)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(report, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
