@@ -38,9 +38,7 @@ class ApiKeyAdmin(admin.ModelAdmin):
     def scope_names(self, key: ApiKey) -> str:
         return ", ".join(key.scopes)
 
-    def get_form(
-        self, request: HttpRequest, obj: ApiKey | None = None, change: bool = False, **kwargs: Any
-    ) -> Any:
+    def get_form(self, request: HttpRequest, obj: ApiKey | None = None, change: bool = False, **kwargs: Any) -> Any:
         if obj is None:
             kwargs["form"] = AdminKeyForm
         return super().get_form(request, obj, change=change, **kwargs)
@@ -81,9 +79,7 @@ class ApiKeyAdmin(admin.ModelAdmin):
     def log_change(self, request: HttpRequest, obj: Any, message: Any) -> Any:
         return None
 
-    def response_add(
-        self, request: HttpRequest, obj: ApiKey, post_url_continue: str | None = None
-    ) -> HttpResponse:
+    def response_add(self, request: HttpRequest, obj: ApiKey, post_url_continue: str | None = None) -> HttpResponse:
         """Show the secret in this answer; a message would keep it in a cookie."""
         context = {
             **self.admin_site.each_context(request),
@@ -94,9 +90,7 @@ class ApiKeyAdmin(admin.ModelAdmin):
         # Admin views are never cached, so the secret stays in this one answer.
         return TemplateResponse(request, "accounts/admin_key_created.html", context)
 
-    def change_view(
-        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None
-    ) -> Any:
+    def change_view(self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None) -> Any:
         key = self.get_object(request, unquote(object_id))
         context = {
             "show_save": False,

@@ -37,9 +37,9 @@ from apps.accounts.keycache import cache
 from apps.accounts.models import ApiKey
 from apps.accounts.origin import header, origin_allowed
 from apps.accounts.principal import Principal
-from apps.accounts.tickets import issue_ticket, redeem_ticket
+from apps.accounts.tickets import account_active, issue_ticket, redeem_ticket
 
-__all__ = ["Principal", "authenticate", "flush", "issue_ticket", "origin_allowed", "redeem_ticket"]
+__all__ = ["Principal", "authenticate", "flush", "issue_ticket", "origin_allowed", "redeem_ticket", "still_valid"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,23 @@ async def authenticate(scope: Scope) -> Principal | None:
     if not websocket and scope["method"] not in SAFE_METHODS and not _csrf_ok(scope):
         return _refuse(scope, "csrf")
     return principal
+
+
+async def still_valid(principal: Principal) -> bool:
+    """Whether a caller of a moment ago would still be let in; for sockets that stay open.
+
+    Answers from memory for as long as a key would be believed (see ``keycache``). A
+    session user counts as valid while the account is active: signing out ends the
+    session, and the page that holds the socket with it.
+    """
+    name = f"still:{principal.owner}"
+    if cache.get(name) is not None:
+        return True
+    generation = cache.generation
+    if not await database_sync_to_async(account_active)(principal):
+        return False
+    cache.put(name, principal, generation=generation)
+    return True
 
 
 async def flush() -> None:
@@ -158,10 +175,10 @@ async def _touch(pk: int) -> None:
 
 
 def key_principal(key: ApiKey) -> Principal:
-    """What a key's bearer may do; ``admin`` only as long as its user is staff."""
+    """What a key's bearer may do; ``admin`` only as long as its user is a superuser."""
     user = key.user
     key_scopes = set(key.scopes)
-    if user is not None and not user.is_staff:
+    if user is not None and not user.is_superuser:
         key_scopes.discard("admin")
     return Principal(
         owner=f"key:{key.prefix}",
@@ -194,8 +211,12 @@ def _session_principal(session_key: str) -> Principal | None:
 
 
 def user_principal(user: Any) -> Principal:
-    """What a signed-in user may do."""
-    scopes = {"generate", "read"} | ({"admin"} if user.is_staff else set())
+    """What a signed-in user may do.
+
+    Staff is not enough for ``admin``: what staff may see and stop is granted piece
+    by piece, by the permissions of ``apps.inflight``, in Django's admin.
+    """
+    scopes = {"generate", "read"} | ({"admin"} if user.is_superuser else set())
     return Principal(
         owner=f"user:{user.pk}",
         user_id=user.pk,

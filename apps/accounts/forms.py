@@ -14,7 +14,7 @@ LIFETIMES = [("30", "30 days"), ("90", "90 days"), ("365", "a year"), ("", "unti
 
 
 class KeyForm(forms.Form):
-    """A user's own new key; the admin scope is offered to staff only."""
+    """A user's own new key; the admin scope is offered to superusers only."""
 
     name = forms.CharField(max_length=80, help_text="What the key is for, so that you know it later.")
     scopes = forms.MultipleChoiceField(
@@ -30,7 +30,7 @@ class KeyForm(forms.Form):
 
     def __init__(self, *args: Any, actor: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not actor.is_staff:
+        if not actor.is_superuser:
             scopes = self.fields["scopes"]
             assert isinstance(scopes, forms.MultipleChoiceField)
             scopes.choices = [c for c in Scope.choices if c[0] != Scope.ADMIN]
@@ -63,8 +63,8 @@ class AdminKeyForm(forms.ModelForm):
     def clean(self) -> dict[str, Any]:
         data = super().clean() or {}
         user = data.get("user")
-        if user is not None and not user.is_staff and Scope.ADMIN in data.get("scopes", []):
-            self.add_error("scopes", "A key with the admin scope can belong to staff only.")
+        if user is not None and not user.is_superuser and Scope.ADMIN in data.get("scopes", []):
+            self.add_error("scopes", "A key with the admin scope can belong to a superuser only.")
         expires = data.get("expires_at")
         if expires is not None and expires <= timezone.now():
             self.add_error("expires_at", "The expiry must lie in the future.")

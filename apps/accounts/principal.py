@@ -14,8 +14,10 @@ class Principal:
         owner: ``key:<prefix>`` or ``user:<id>``; what a request record carries.
         user_id: the Django user behind the session or the key; ``None`` for a
             service key.
-        is_staff: may see and act on everybody's requests.
-        scopes: of ``generate``, ``read``, ``admin``.
+        is_staff: may enter pages for staff; what such a page shows is a matter
+            of Django's permissions.
+        scopes: of ``generate``, ``read``, ``admin``; ``admin`` (superusers and
+            their keys) may see and act on everybody's requests.
         allowed_models: aliases the caller may use; ``None`` for all.
         label: a name for people: user name, or key name with its prefix.
         via: ``key`` or ``session``: how the caller proved who it is.

@@ -52,7 +52,7 @@ def create_key(
 
     Raises:
         PermissionDenied: ``actor`` may not make keys for others, or asks for
-            ``admin`` without being staff.
+            ``admin`` without being a superuser.
         ValidationError: a field is malformed, the expiry is past, or the user
             holds too many keys.
     """
@@ -120,15 +120,15 @@ def ensure_first_run(stdout: TextIO | None = None, *, username: str = "admin") -
 
 
 def _check_create(actor: Any, user: Any, scopes: Sequence[str]) -> None:
-    if Scope.ADMIN in scopes and user is not None and not user.is_staff:
-        raise PermissionDenied("A key with the admin scope can belong to staff only.")
+    if Scope.ADMIN in scopes and user is not None and not user.is_superuser:
+        raise PermissionDenied("A key with the admin scope can belong to a superuser only.")
     if actor is None:
         return
     own = user is not None and user.pk == actor.pk
     if not own and not actor.has_perm("accounts.add_apikey"):
         raise PermissionDenied("You may make keys for yourself only.")
-    if Scope.ADMIN in scopes and not actor.is_staff:
-        raise PermissionDenied("Only staff may make a key with the admin scope.")
+    if Scope.ADMIN in scopes and not actor.is_superuser:
+        raise PermissionDenied("Only a superuser may make a key with the admin scope.")
 
 
 def _log(actor: Any, key: ApiKey, flag: int, message: str) -> None:

@@ -40,9 +40,7 @@ async def redeem_ticket(token: str) -> Principal | None:
 def _store(digest: str, principal: Principal, seconds: float) -> None:
     now = timezone.now()
     Ticket.objects.filter(expires_at__lte=now).delete()
-    Ticket.objects.create(
-        digest=digest, principal=principal.to_dict(), expires_at=now + timedelta(seconds=seconds)
-    )
+    Ticket.objects.create(digest=digest, principal=principal.to_dict(), expires_at=now + timedelta(seconds=seconds))
 
 
 def _redeem(digest: str) -> Principal | None:
@@ -53,10 +51,11 @@ def _redeem(digest: str) -> Principal | None:
     if deleted != 1:
         return None  # another server was first
     principal = Principal.from_dict(ticket.principal)
-    return principal if _still_valid(principal) else None
+    return principal if account_active(principal) else None
 
 
-def _still_valid(principal: Principal) -> bool:
+def account_active(principal: Principal) -> bool:
+    """Whether the key has not been revoked and has not expired, or the user is active. Asks the database."""
     if principal.via == "key":
         return ApiKey.objects.active().filter(prefix=principal.owner.removeprefix("key:")).exists()
     return get_user_model().objects.filter(pk=principal.user_id, is_active=True).exists()

@@ -14,7 +14,7 @@ from django.urls import reverse
 from django.utils import timezone
 
 from apps.accounts import keyformat, services
-from apps.accounts.auth import authenticate, flush, issue_ticket, origin_allowed, redeem_ticket
+from apps.accounts.auth import authenticate, flush, issue_ticket, origin_allowed, redeem_ticket, still_valid
 from apps.accounts.keycache import KeyCache, cache
 from apps.accounts.models import ApiKey, Ticket
 from apps.accounts.principal import Principal
@@ -176,13 +176,13 @@ async def test_expired_key_and_key_of_a_disabled_user_are_refused() -> None:
     assert await authenticate(http(headers=bearer(made.secret))) is None
 
 
-async def test_admin_scope_ends_with_the_users_staff_flag() -> None:
-    user = await sync_to_async(make_user)(is_staff=True)
+async def test_admin_scope_ends_with_the_users_rights() -> None:
+    user = await sync_to_async(make_user)(is_staff=True, is_superuser=True)
     made = await make_key(user=user, scopes=["admin"])
     principal = await authenticate(http(headers=bearer(made.secret)))
     assert principal is not None
     assert principal.is_staff and principal.may("generate") and principal.owns("user:77")
-    user.is_staff = False
+    user.is_superuser = False
     await user.asave()
     cache.forget()
     principal = await authenticate(http(headers=bearer(made.secret)))
@@ -235,6 +235,22 @@ async def test_last_use_is_noted_once_a_minute() -> None:
     assert last is not None and last >= first
 
 
+async def test_open_socket_is_told_when_its_caller_is_no_longer_valid() -> None:
+    user = await sync_to_async(make_user)()
+    made = await make_key(user=user)
+    by_key = await authenticate(http(headers=bearer(made.secret)))
+    cookie, _ = await sync_to_async(signed_in)(user)
+    by_session = await authenticate(http("GET", {"Cookie": cookie}))
+    assert by_key is not None and by_session is not None
+    assert await still_valid(by_key) and await still_valid(by_session)
+    await sync_to_async(services.revoke_key)(None, made.key)
+    assert not await still_valid(by_key)
+    user.is_active = False
+    await user.asave()
+    cache.forget()
+    assert not await still_valid(by_session)
+
+
 # --- Sessions ---
 
 
@@ -262,6 +278,14 @@ async def test_session_reads_without_and_writes_with_the_csrf_token() -> None:
         assert await authenticate(http("POST", headers)) is not None
     headers["Origin"] = "http://testserver"
     assert await authenticate(http("POST", headers)) is not None
+
+
+async def test_staff_get_no_admin_scope_but_superusers_do() -> None:
+    for name, flags, admin in (("staff", {"is_staff": True}, False), ("root", {"is_superuser": True}, True)):
+        cookie, _ = await sync_to_async(signed_in)(await sync_to_async(make_user)(name, **flags))
+        principal = await authenticate(http("GET", {"Cookie": cookie}))
+        assert principal is not None
+        assert principal.may("admin") is admin and principal.owns("user:12345") is admin
 
 
 async def test_no_forged_and_no_stale_session() -> None:

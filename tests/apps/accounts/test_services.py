@@ -147,7 +147,7 @@ def test_command_creates_lists_and_revokes(ann: Any) -> None:
     ("args", "message"),
     [
         (["create", "x", "--user", "nobody"], "no user"),
-        (["create", "x", "--user", "ann", "--scope", "admin"], "staff only"),
+        (["create", "x", "--user", "ann", "--scope", "admin"], "superuser only"),
         (["create", ""], "cannot be blank"),
         (["create", "x", "--scope", "root"], "invalid choice"),
         (["create", "x", "--days", "-1"], "must be more than 0"),
@@ -180,7 +180,7 @@ def test_key_page_shows_a_new_key_once(browser: Client, ann: Any) -> None:
     assert "<script>alert" not in again + page.content.decode()
 
 
-def test_key_page_offers_the_admin_scope_to_staff_only(browser: Client, boss_browser: Client) -> None:
+def test_key_page_offers_the_admin_scope_to_superusers_only(browser: Client, boss_browser: Client) -> None:
     data = {"name": "x", "scopes": ["admin"], "lifetime": ""}
     page = browser.post(reverse("api_keys"), data)
     assert page.status_code == 200 and "Select a valid choice" in page.content.decode()
@@ -250,7 +250,7 @@ def test_admin_creates_a_key_through_the_service(boss_browser: Client, ann: Any,
         text = boss_browser.get(reverse(f"admin:accounts_apikey_{name}", args=args)).content.decode()
         assert "<script>alert" not in text and key.digest not in text
     bad = boss_browser.post(url, {**data, "scopes": ["admin"]})
-    assert "staff only" in bad.content.decode() and ApiKey.objects.count() == 1
+    assert "superuser only" in bad.content.decode() and ApiKey.objects.count() == 1
 
 
 def test_admin_revokes_after_asking_and_never_deletes(boss_browser: Client, ann: Any) -> None:

@@ -149,7 +149,6 @@ async def test_workers_servers_and_pools(bench: Bench, boss: AsyncClient) -> Non
         "http /v1/chat/completions",
         "p-test",
         "25 of 100 (25 %)",
-        "50.0",
         "20 ms",
         "3.0 MiB",
         "broken",

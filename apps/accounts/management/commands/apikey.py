@@ -49,9 +49,7 @@ class Command(BaseCommand):
                 days: float | None, quiet: bool, **_: Any) -> None:  # fmt: skip
         owner = _user(user) if user else None
         expires = timezone.now() + timedelta(days=days) if days is not None else None
-        made = services.create_key(
-            None, name=name, user=owner, scopes=scope, expires_at=expires, allowed_models=model
-        )
+        made = services.create_key(None, name=name, user=owner, scopes=scope, expires_at=expires, allowed_models=model)
         self.stdout.write(made.secret)
         if not quiet:
             self.stderr.write(f"Key {made.key.prefix} created. It is not shown again: keep it now.")
@@ -66,9 +64,7 @@ class Command(BaseCommand):
             used = f"{key.last_used:%Y-%m-%d %H:%M}" if key.last_used else "never"
             owner = key.user.get_username() if key.user else "-"
             models = ",".join(key.allowed_models) or "all"
-            self.stdout.write(
-                row.format(key.prefix, key.name, owner, ",".join(key.scopes), key.status, used, models)
-            )
+            self.stdout.write(row.format(key.prefix, key.name, owner, ",".join(key.scopes), key.status, used, models))
 
     def _revoke(self, *, prefix: str, **_: Any) -> None:
         prefix = keyformat.split_key(prefix) or prefix
