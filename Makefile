@@ -7,7 +7,7 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/platform
 MANAGE := $(PY) manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev model browser serve test lint format bench soak mutants gpu-check clean
+.PHONY: help install install-dev model browser serve test test-upstream lint format bench soak mutants gpu-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -32,6 +32,13 @@ test: install-dev model browser ## all checks and tests; ARGS="-k name" chooses
 	@scripts/check
 	@exec $(PY) -m pytest $(ARGS)
 
+test-upstream: install-dev model ## the openai engine before llama.cpp's and transformers' own servers
+	@$(PY) scripts/install.py --upstream
+	@$(MANAGE) fetchmodel --gguf .venv-upstream/models
+	@SLUICE_UPSTREAM_PYTHON=$(CURDIR)/.venv-upstream/bin/python \
+	 SLUICE_UPSTREAM_GGUF=$$(ls $(CURDIR)/.venv-upstream/models/*.gguf) \
+	 $(PY) -m pytest tests/engine/test_real_upstreams.py $(ARGS)
+
 lint: install-dev ## ruff and mypy
 	@scripts/check
 
@@ -51,6 +58,6 @@ mutants: install-dev model ## break the code on purpose and see that a test fail
 gpu-check: install-dev model ## the tests that need a CUDA device
 	@exec $(PY) -m pytest -m gpu $(ARGS)
 
-clean: ## remove .venv and caches (not var/, not the model)
-	rm -rf .venv .install.lock .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean: ## remove environments and caches (not var/, not the model)
+	rm -rf .venv .venv-upstream .install.lock .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

