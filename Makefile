@@ -10,7 +10,7 @@ MANAGE := $(PY) manage.py
 .PHONY: help install install-dev model browser serve test test-upstream lint format bench soak mutants gpu-check clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
 
 install: ## create .venv and install what a running installation needs
 	@python=$$(scripts/find-python) && "$$python" scripts/install.py
