@@ -170,13 +170,13 @@ class Request(Answer):
     priority: str | msgspec.UnsetType = msgspec.UNSET
     resumable: bool | msgspec.UnsetType = msgspec.UNSET
     attempt: int | msgspec.UnsetType = msgspec.UNSET
-    position: int | None | msgspec.UnsetType = msgspec.UNSET
+    position: int | msgspec.UnsetType | None = msgspec.UNSET
     prompt_tokens: int | msgspec.UnsetType = msgspec.UNSET
     completion_tokens: int | msgspec.UnsetType = msgspec.UNSET
     max_tokens: int | msgspec.UnsetType = msgspec.UNSET
     created_ms: int | msgspec.UnsetType = msgspec.UNSET
-    first_token_ms: int | None | msgspec.UnsetType = msgspec.UNSET
-    deadline_ms: int | None | msgspec.UnsetType = msgspec.UNSET
+    first_token_ms: int | msgspec.UnsetType | None = msgspec.UNSET
+    deadline_ms: int | msgspec.UnsetType | None = msgspec.UNSET
     ended_ms: int | msgspec.UnsetType = msgspec.UNSET
     cancelled: bool | msgspec.UnsetType = msgspec.UNSET
     requests: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET

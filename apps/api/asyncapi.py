@@ -41,7 +41,7 @@ class Done(Answer, tag_field="type", tag="done"):
 
     id: str
     finish_reason: Literal["stop", "length", "cancelled"]
-    stop_reason: str | int | None | msgspec.UnsetType = msgspec.UNSET
+    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
     usage: Usage | msgspec.UnsetType = msgspec.UNSET
     timings: Timings | msgspec.UnsetType = msgspec.UNSET
 
@@ -127,9 +127,16 @@ CLOSE_CODES = {
 def document() -> dict[str, Any]:
     """The document."""
     kinds = {**SENT, **RECEIVED}
-    references, schemas = msgspec.json.schema_components(list(kinds.values()), ref_template="#/components/schemas/{name}")
+    references, schemas = msgspec.json.schema_components(
+        list(kinds.values()), ref_template="#/components/schemas/{name}"
+    )
     messages = {
-        name: {"name": name, "contentType": "application/json", "payload": reference, "examples": [{"payload": EXAMPLES[name]}]}
+        name: {
+            "name": name,
+            "contentType": "application/json",
+            "payload": reference,
+            "examples": [{"payload": EXAMPLES[name]}],
+        }
         for name, reference in zip(kinds, references, strict=True)
     }
     channel = {"$ref": "#/channels/stream"}
@@ -158,7 +165,12 @@ def document() -> dict[str, Any]:
         },
         "operations": {
             "ask": {"action": "receive", "channel": channel, "summary": "What clients send.", "messages": refs(SENT)},
-            "answer": {"action": "send", "channel": channel, "summary": "What the server sends.", "messages": refs(RECEIVED)},
+            "answer": {
+                "action": "send",
+                "channel": channel,
+                "summary": "What the server sends.",
+                "messages": refs(RECEIVED),
+            },
         },
         "components": {
             "messages": messages,

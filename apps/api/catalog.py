@@ -7,7 +7,7 @@ from typing import Any
 
 from apps.accounts.auth import issue_ticket
 from apps.accounts.tickets import TICKET_SECONDS
-from apps.api import deps, plan, prompts
+from apps.api import deps, plan, prompts, upstream
 from apps.api import tools as toolkit
 from apps.api.errors import invalid, unknown_model
 from apps.api.http import ApiConsumer
@@ -63,6 +63,7 @@ class TokenizeConsumer(ApiConsumer):
         asked = decode_tokenize(body)
         model = plan.resolve_model(asked.model, self.caller)
         tokenizer = await deps.tokenizer(model)
+        upstream.check_tokenizer(tokenizer)
         limit = plan.context_limit(model, tokenizer)
         if isinstance(asked.prompt, str) == isinstance(asked.messages, list):
             raise invalid("Give either prompt or messages.", "prompt", "missing_required_parameter")
@@ -75,9 +76,7 @@ class TokenizeConsumer(ApiConsumer):
             messages = prompts.conversation(asked.messages)  # type: ignore[arg-type]
             use = toolkit.resolve(asked.tools, None, None)
             kwargs = dict(asked.chat_template_kwargs or {})
-            ids = await prompts.in_thread(
-                lambda: prompts.chat_ids(tokenizer, messages, use, 4 * limit, kwargs)
-            )
+            ids = await prompts.in_thread(lambda: prompts.chat_ids(tokenizer, messages, use, 4 * limit, kwargs))
         out: dict[str, Any] = {"count": len(ids), "max_model_len": limit, "tokens": ids}
         if asked.return_token_strs:
             out["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
@@ -91,6 +90,7 @@ class DetokenizeConsumer(ApiConsumer):
         self.need("read")
         asked = decode_detokenize(body)
         tokenizer = await deps.tokenizer(plan.resolve_model(asked.model, self.caller))
+        upstream.check_tokenizer(tokenizer)
         size = tokenizer.vocab_size
         if any(token_id >= size for token_id in asked.tokens):
             raise invalid(f"A token id is outside of the vocabulary (0 to {size - 1}).", "tokens", "invalid_value")

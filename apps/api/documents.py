@@ -11,6 +11,7 @@ from apps.api import asyncapi, openapi, reference
 from apps.api.http import ApiConsumer
 from apps.api.schema.generation import Sampling
 
+_POLICY = b"default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _CACHE = [(b"cache-control", b"public, max-age=300")]
 
 
@@ -32,10 +33,9 @@ class DocsConsumer(ApiConsumer):
     """``GET /docs``: endpoints and parameters, without any script."""
 
     async def get(self, body: bytes) -> None:
-        policy = b"default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         headers = [
             (b"content-type", b"text/html; charset=utf-8"),
-            (b"content-security-policy", policy),
+            (b"content-security-policy", _POLICY),
             (b"x-content-type-options", b"nosniff"),
         ]
         await self.send_bytes(200, page(), [*headers, *_CACHE])

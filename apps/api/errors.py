@@ -66,9 +66,7 @@ class ApiError(Exception):
 
     def payload(self) -> dict[str, Any]:
         """The error object, ready to be encoded."""
-        return {
-            "error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        }
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def body(self) -> bytes:
         return msgspec.json.encode(self.payload())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from apps.accounts.principal import Principal
-from apps.api import deps, prompts, structured
+from apps.api import deps, prompts, structured, upstream
 from apps.api import tools as toolkit
 from apps.api.errors import ApiError, invalid, unknown_model
 from apps.api.schema.base import MAX_CHOICES, MAX_INT
@@ -22,6 +22,7 @@ from apps.api.schema.generation import (
     ChatBody,
     CompletionBody,
     GenerateBody,
+    ResponseFormat,
     Sampling,
     StreamOptions,
     stops,
@@ -91,17 +92,20 @@ async def chat(
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true.", "top_logprobs", "invalid_value")
     use = toolkit.resolve(body.tools, body.tool_choice, body.parallel_tool_calls)
-    grammar = structured.constraint(body.response_format, use)
     messages = prompts.conversation(body.messages)
     kwargs = dict(body.chat_template_kwargs or {})
     limits = [x for x in (body.max_tokens, body.max_completion_tokens) if x is not None]
-    maker = await _maker(body, body.model, min(limits) if limits else None, grammar)
+    maker = await _maker(body, body.model, min(limits) if limits else None, body.response_format, use)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    forward: list[str] | None = None
+    if maker.tokenizer.upstream:
+        upstream.check(logprobs=logprobs)
+        forward = [upstream.chat_text(body, continue_final)]
     ids = await prompts.in_thread(
         lambda: prompts.chat_ids(maker.tokenizer, messages, use, maker.prompt_limit, kwargs, continue_final)
     )
     request_id = request_id or new_id("chatcmpl")
-    jobs = maker.jobs(request_id, [ids], body.n or 1, logprobs)
+    jobs = maker.jobs(request_id, [ids], body.n or 1, logprobs, forward)
     _check_resumable(body, jobs)
     if body.resumable and use is not None:
         raise invalid("A resumable request goes without tools.", "resumable", "invalid_value")
@@ -141,12 +145,18 @@ async def completion(body: CompletionBody, caller: Principal) -> Plan:
             "prompt",
             "invalid_value",
         )
-    maker = await _maker(body, body.model, body.max_tokens, structured.constraint(body.response_format, None))
+    maker = await _maker(body, body.model, body.max_tokens, body.response_format)
+    forward: list[str] | None = None
+    if maker.tokenizer.upstream:
+        upstream.check(
+            logprobs=body.logprobs, echo=body.echo, ranked=count > keep, response_format=body.response_format
+        )
+        forward = [upstream.prompt_text(text) for text in texts]
     prepared = await prompts.in_thread(lambda: [_prepare(maker, text) for text in texts])
     request_id = new_id("cmpl")
     shown = body.logprobs
     ranked = (shown or 0) if count > keep else shown
-    jobs = maker.jobs(request_id, prepared, count, ranked)
+    jobs = maker.jobs(request_id, prepared, count, ranked, forward)
     _check_resumable(body, jobs)
     echo: list[str] = []
     if body.echo:
@@ -186,7 +196,8 @@ async def generate(body: GenerateBody, caller: Principal, *, endpoint: str = "ge
     if has_prompt == has_messages:
         what = "Give either prompt or messages, not both." if has_prompt else "Missing required parameter: 'prompt'."
         raise invalid(what, "prompt", "invalid_value" if has_prompt else "missing_required_parameter")
-    maker = await _maker(body, model, body.max_tokens, structured.constraint(body.response_format, None))
+    maker = await _maker(body, model, body.max_tokens, body.response_format)
+    forward = [upstream.generate_text(body)] if maker.tokenizer.upstream else None
     if isinstance(body.prompt, str):
         if body.chat_template_kwargs:
             raise invalid("A plain prompt uses no chat template.", "chat_template_kwargs", "invalid_value")
@@ -204,7 +215,7 @@ async def generate(body: GenerateBody, caller: Principal, *, endpoint: str = "ge
         model,
         endpoint,
         maker.tokenizer,
-        maker.jobs(request_id, [ids], 1, None),
+        maker.jobs(request_id, [ids], 1, None, forward),
         len(ids),
         stream=body.stream is not False,
         **_service(body, caller),
@@ -230,7 +241,22 @@ class Maker:
         """Prompt tokens that leave room for one token of answer."""
         return self.context - 1
 
-    def jobs(self, request_id: str, ids: list[list[int]], count: int, logprobs: int | None) -> list[Job]:
+    def jobs(
+        self,
+        request_id: str,
+        ids: list[list[int]],
+        count: int,
+        logprobs: int | None,
+        forward: list[str] | None,
+    ) -> list[Job]:
+        """The jobs of ``count`` answers to each prompt.
+
+        Args:
+            forward: per prompt, what an upstream server is sent.
+
+        Raises:
+            ApiError: prompt and answer together do not fit.
+        """
         single = len(ids) * count == 1
         out = []
         for number in range(len(ids) * count):
@@ -238,7 +264,9 @@ class Maker:
             params = self.params(self._room(len(prompt)), number)
             if logprobs is not None:
                 params = msgspec.structs.replace(params, logprobs=logprobs)
-            out.append(Job(request_id if single else f"{request_id}-{number}", self.model, prompt, params))
+            job_id = request_id if single else f"{request_id}-{number}"
+            text = forward[number // count] if forward is not None else None
+            out.append(Job(job_id, self.model, prompt, params, prompt_text=text))
         return out
 
     def _room(self, prompt: int) -> int:
@@ -256,14 +284,23 @@ class Maker:
         return self.asked
 
 
-async def _maker(body: Sampling, model: str, asked: int | None, grammar: Grammar | None) -> Maker:
+async def _maker(
+    body: Sampling,
+    model: str,
+    asked: int | None,
+    response_format: ResponseFormat | None,
+    use: toolkit.ToolUse | None = None,
+) -> Maker:
     config = deps.config()
     cap = config.max_tokens_limit
     if asked is not None and cap and asked > cap:
         raise invalid(f"max_tokens is at most {cap} here.", "max_tokens", "invalid_value")
     tokenizer = await deps.tokenizer(model)
     context = context_limit(model, tokenizer)
-    _check_ids(body, tokenizer.vocab_size)
+    grammar: Grammar | None = None
+    if not tokenizer.upstream:  # which has its own vocabulary, and its own way to hold answers to a schema
+        _check_ids(body, tokenizer.vocab_size)
+        grammar = structured.constraint(response_format, use)
     if grammar is not None:
         await structured.check(grammar)
     default = min(filter(None, (config.default_max_tokens, cap)), default=0)

@@ -59,9 +59,7 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         item: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text_of(message.content)}
         if isinstance(message, ToolMessage):
             if called and message.tool_call_id not in called:
-                raise invalid(
-                    "The tool message answers no call of this conversation.", f"messages[{at}].tool_call_id"
-                )
+                raise invalid("The tool message answers no call of this conversation.", f"messages[{at}].tool_call_id")
             item["tool_call_id"] = message.tool_call_id
         elif message.name is not None:
             item["content"] = f"{message.name}: {item['content']}"
@@ -106,9 +104,7 @@ def chat_ids(
     if not speaks_tools(tokenizer):
         messages, signatures = toolkit.spell_out(messages, use), None
     try:
-        ids = tokenizer.render_chat(
-            messages, tools=signatures, continue_final=continue_final, limit=limit, **kwargs
-        )
+        ids = tokenizer.render_chat(messages, tools=signatures, continue_final=continue_final, limit=limit, **kwargs)
     except TooLarge as exc:
         raise too_long(limit, str(exc)) from None
     except ChatTemplateError as exc:

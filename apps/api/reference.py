@@ -68,16 +68,20 @@ def rows(kind: type[msgspec.Struct], *, common: bool = True) -> list[Row]:
             out.append(Row(name, "refused", "null", REFUSED[name], "null only", "unsupported_parameter"))
             continue
         support = "required" if name in required else "no effect" if name in NO_EFFECT else "supported"
-        meaning = NO_EFFECT.get(name) or _first(field, "description")
+        meaning = NO_EFFECT.get(name) or _meaning(field, schemas) or ("Which message it is." if name == "type" else "")
         error = "missing_required_parameter, invalid_value" if name in required else "invalid_value"
         out.append(Row(name, support, _kind(field, schemas), meaning, _limits(field), error))
     return out
 
 
-def _first(field: dict[str, Any], key: str) -> str:
-    if key in field:
-        return str(field[key])
-    return next((str(option[key]) for option in field.get("anyOf", ()) if key in option), "")
+def _meaning(field: dict[str, Any], schemas: dict[str, Any]) -> str:
+    """The field's own description, or that of the object it is."""
+    for option in [field, *field.get("anyOf", ())]:
+        if "description" in option:
+            return str(option["description"])
+        if "$ref" in option:
+            return str(schemas[option["$ref"].rpartition("/")[2]].get("description", ""))
+    return ""
 
 
 def _options(field: dict[str, Any]) -> list[dict[str, Any]]:
@@ -90,7 +94,9 @@ def _kind(field: dict[str, Any], schemas: dict[str, Any]) -> str:
     for option in _options(field):
         if "$ref" in option:
             name = option["$ref"].rpartition("/")[2]
-            tag = next((p["enum"][0] for p in schemas[name].get("properties", {}).values() if len(p.get("enum", ())) == 1), "")
+            tag = next(
+                (p["enum"][0] for p in schemas[name].get("properties", {}).values() if len(p.get("enum", ())) == 1), ""
+            )
             names.append(f"object {tag}".strip())
         elif "enum" in option:
             names.append(" / ".join(str(value) for value in option["enum"] if value is not None))

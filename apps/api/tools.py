@@ -78,9 +78,7 @@ def parameters(tool: Tool) -> dict[str, Any]:
     return tool.function.parameters
 
 
-def resolve(
-    tools: Sequence[Tool] | None, choice: str | NamedChoice | None, parallel: bool | None
-) -> ToolUse | None:
+def resolve(tools: Sequence[Tool] | None, choice: str | NamedChoice | None, parallel: bool | None) -> ToolUse | None:
     """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` add up to; ``None``: no tools.
 
     Raises:

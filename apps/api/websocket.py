@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+from apps.accounts.auth import still_valid
 from apps.api import plan
 from apps.api.errors import ApiError, from_refusal, invalid
 from apps.api.generation import Generation, Reattached
@@ -126,6 +127,12 @@ class StreamConsumer(StreamingWebSocketConsumer):
 
     # --- generations ------------------------------------------------------------------
 
+    async def _check_caller(self) -> None:
+        """A revoked key or a disabled user starts nothing more on a socket that is still open."""
+        if not await still_valid(self.principal):
+            await self.close(4401, "no longer authorised")
+            raise ApiError(401, "This key or user is no longer valid.", code="invalid_api_key")
+
     async def _guard(self, ref: str, work: Any) -> None:
         """The edge of a generation's task: whatever happens, the client hears of it."""
         try:
@@ -154,14 +161,14 @@ class StreamConsumer(StreamingWebSocketConsumer):
                 code="shutting_down",
                 retry_after=float(runtime.status.retry_after()),
             )
+        await self._check_caller()
         made = await plan.generate(message, self.principal, endpoint="ws")
         peer = self.scope.get("client")
-        generation = Generation(
-            made, owner=self.principal.owner, client=str(peer[0]) if peer else "", transport="ws"
-        )
+        generation = Generation(made, owner=self.principal.owner, client=str(peer[0]) if peer else "", transport="ws")
         await self._run(message.id, generation, 0)
 
     async def _attach(self, message: SocketAttach) -> None:
+        await self._check_caller()
         await self._run(message.id, Reattached(message.request_id, self.principal), message.after)
 
     async def _run(self, ref: str, generation: Generation, after: int) -> None:
@@ -196,9 +203,7 @@ class StreamConsumer(StreamingWebSocketConsumer):
     async def _tell_queue(self, ref: str, generation: Generation) -> None:
         state = await generation.queue_state()
         if state is not None:
-            await self.send_json(
-                {"type": "queued", "id": ref, "position": state[0], "estimate_s": round(state[1], 1)}
-            )
+            await self.send_json({"type": "queued", "id": ref, "position": state[0], "estimate_s": round(state[1], 1)})
 
     # --- parts ------------------------------------------------------------------------
 

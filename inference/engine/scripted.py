@@ -204,7 +204,7 @@ class ScriptedEngine:
             said = _SAY.findall(text) if self._options.say else []
             if said:
                 sequence.say(said[-1])
-        if job.params.grammar is not None:
+        if job.params.grammar is not None and sequence.script is None:
             sequence.obey(job.params.grammar)
         if resumed and self._ended_with(job, resumed):
             sequence.end = -1

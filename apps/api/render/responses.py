@@ -66,7 +66,9 @@ class ResponseRenderer:
             out = self._close() + self._begin_text()
         assert self._open is not None
         self._open["content"][0]["text"] += text
-        return out + self._event("response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=[])
+        return out + self._event(
+            "response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=[]
+        )
 
     def _begin_text(self) -> bytes:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

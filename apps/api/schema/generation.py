@@ -25,7 +25,7 @@ from apps.api.schema.base import (
 from apps.api.schema.messages import ChatMessage, Tool, ToolChoice
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Reference = Annotated[str, Meta(min_length=1, max_length=128)]
+Reference = Annotated[str, about("The client's own reference for it.", min_length=1, max_length=128)]
 Scalar = str | int | float | bool | None
 
 
@@ -102,9 +102,7 @@ class Sampling(Body, kw_only=True):
     presence_penalty: Annotated[Penalty, about("Subtracted from tokens that the answer already has.")] | None = None
     frequency_penalty: Annotated[Penalty, about("Subtracted once per earlier occurrence in the answer.")] | None = None
     repetition_penalty: (
-        Annotated[
-            float, about("Divides the logits of tokens seen in prompt or answer; 1 is off.", ge=0.01, le=10.0)
-        ]
+        Annotated[float, about("Divides the logits of tokens seen in prompt or answer; 1 is off.", ge=0.01, le=10.0)]
         | None
     ) = None
     logit_bias: (
@@ -117,9 +115,9 @@ class Sampling(Body, kw_only=True):
         ]
         | None
     ) = None
-    stop_token_ids: (
-        Annotated[list[TokenId], about("Token ids that end the answer.", max_length=MAX_STOPS)] | None
-    ) = None
+    stop_token_ids: Annotated[list[TokenId], about("Token ids that end the answer.", max_length=MAX_STOPS)] | None = (
+        None
+    )
     ignore_eos: Annotated[bool, about("Go on to max_tokens, past the model's own end.")] | None = None
     min_tokens: (
         Annotated[
@@ -226,9 +224,9 @@ class CompletionBody(Choices, kw_only=True):
         ]
         | None
     ) = None
-    logprobs: (
-        Annotated[int, about("Alternatives per token, beside the chosen one.", ge=0, le=MAX_LOGPROBS)] | None
-    ) = None
+    logprobs: Annotated[int, about("Alternatives per token, beside the chosen one.", ge=0, le=MAX_LOGPROBS)] | None = (
+        None
+    )
     suffix: None = None
 
 
@@ -305,4 +303,3 @@ def stops(value: str | list[str] | None) -> list[str]:
     if value is None:
         return []
     return [value] if isinstance(value, str) else list(dict.fromkeys(value))
-

@@ -87,7 +87,9 @@ class Function(Part, kw_only=True):
     name: FunctionName
     description: Annotated[str, Meta(max_length=65536)] | None = None
     parameters: Annotated[dict[str, Any], about("A JSON schema of an object.")] | None = None
-    strict: Annotated[bool, about("Arguments obey the schema also where the call is the model's own choice.")] | None = None
+    strict: (
+        Annotated[bool, about("Arguments obey the schema also where the call is the model's own choice.")] | None
+    ) = None
 
 
 class Tool(Part, kw_only=True):

@@ -99,6 +99,8 @@ class TextOptions(Part, kw_only=True):
 
 
 class ResponseStreamOptions(Part, kw_only=True):
+    """How the stream is sent."""
+
     include_obfuscation: Annotated[bool, about("false only: nothing is padded.")] | None = None
 
 
@@ -110,7 +112,9 @@ class ResponseBody(Sampling, kw_only=True):
         str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)],
         about("A text, or messages, function calls and their results."),
     ]
-    instructions: Annotated[str, about("A system message in front of the conversation; not carried over.")] | None = None
+    instructions: Annotated[str, about("A system message in front of the conversation; not carried over.")] | None = (
+        None
+    )
     max_output_tokens: Annotated[Tokens, about("Upper bound of generated tokens.")] | None = None
     stream: Annotated[bool, about("Server-sent events instead of one body.")] | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -122,11 +126,15 @@ class ResponseBody(Sampling, kw_only=True):
         Annotated[str, about("Go on after a kept response, within the retention time.", min_length=1, max_length=128)]
         | None
     ) = None
-    store: Annotated[bool, about("false: do not keep the response. Default true, for the retention time.")] | None = None
+    store: Annotated[bool, about("false: do not keep the response. Default true, for the retention time.")] | None = (
+        None
+    )
     metadata: Annotated[dict[str, str], about("Kept and returned with the response.", max_length=16)] | None = None
     truncation: Annotated[Literal["disabled"], about("disabled only: nothing is cut away.")] | None = None
     service_tier: Annotated[Literal["auto", "default"], about("auto or default only.")] | None = None
-    chat_template_kwargs: dict[str, Scalar] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[str, Scalar], about("Variables for the model's chat template.", max_length=16)] | None
+    ) = None
     user: Annotated[str, about("Accepted without effect.", max_length=1024)] | None = None
     safety_identifier: Annotated[str, about("Accepted without effect.", max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, about("Accepted without effect.", max_length=1024)] | None = None

@@ -19,9 +19,7 @@ from tests.conftest import ROOT
 from tests.support import eventually_sync
 
 MODELS = (
-    "demo=scripted:rate=0,say=1,faults=1 "
-    "slow=scripted:rate=20,say=1,faults=1,context=2048 "
-    "one=scripted:rate=20,slots=1"
+    "demo=scripted:rate=0,say=1,faults=1 slow=scripted:rate=20,say=1,faults=1,context=2048 one=scripted:rate=20,slots=1"
 )
 
 
@@ -74,7 +72,9 @@ def start(folder: Path, valkey: EmbeddedValkey) -> Site:
         return done.stdout.strip()
 
     manage("migrate", "--verbosity", "0")
-    manage("shell", "-c", "from django.contrib.auth.models import User; User.objects.create_superuser('root', '', 'pw')")
+    manage(
+        "shell", "-c", "from django.contrib.auth.models import User; User.objects.create_superuser('root', '', 'pw')"
+    )
     key, other = (manage("apikey", "create", name, "--quiet").split()[-1] for name in ("first", "second"))
     admin_scopes = ("--scope", "generate", "--scope", "read", "--scope", "admin", "--user", "root")
     admin = manage("apikey", "create", "boss", *admin_scopes, "--quiet").split()[-1]

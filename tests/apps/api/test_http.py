@@ -186,7 +186,10 @@ async def test_oc_10_null_content_and_calls_reach_the_prompt(site: Site) -> None
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+        "function": {
+            "name": "get_weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
     }
 ]
 SAY_CALL = '[[say:<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>]]'
@@ -212,7 +215,11 @@ async def test_tool_calls_are_found_and_streamed(site: Site) -> None:
 
 async def test_tool_choice_none_offers_no_tools(site: Site) -> None:
     async with site.client() as client:
-        reply = (await client.post("/v1/chat/completions", json=chat(SAY_CALL, tools=TOOLS, tool_choice="none", max_tokens=200))).json()
+        reply = (
+            await client.post(
+                "/v1/chat/completions", json=chat(SAY_CALL, tools=TOOLS, tool_choice="none", max_tokens=200)
+            )
+        ).json()
     assert "tool_calls" not in reply["choices"][0]["message"]
     assert "<tool_call>" in reply["choices"][0]["message"]["content"]
 

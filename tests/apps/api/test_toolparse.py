@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ def parse(text: str, cuts: list[int], limit: int | None = None) -> tuple[str, li
     parser = ToolParser({"get_weather", "b"}, limit)
     places = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
     content, calls = "", list[CallDelta]()
-    for begin, end in zip(places, places[1:], strict=False):
+    for begin, end in pairwise(places):
         part = parser.feed(text[begin:end])
         content += part.content
         calls += part.calls

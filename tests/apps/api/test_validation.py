@@ -160,7 +160,10 @@ _names = sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__,
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.dictionaries(st.sampled_from(_names), _json, max_size=6), st.sampled_from((ChatBody, CompletionBody, GenerateBody)))
+@given(
+    st.dictionaries(st.sampled_from(_names), _json, max_size=6),
+    st.sampled_from((ChatBody, CompletionBody, GenerateBody)),
+)
 def test_any_json_is_decoded_or_refused_with_an_error_object(body: dict[str, Any], kind: type) -> None:
     base: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x"}
     decode: Decoder[Any] = Decoder(kind)

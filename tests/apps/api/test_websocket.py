@@ -50,7 +50,8 @@ async def test_generate_and_the_same_text_as_over_http(site: Site) -> None:
         await tell(socket, type="generate", id="a", model="demo", prompt="hi", max_tokens=12, temperature=0, seed=3)
         seen = await until(socket, "done")
         reply = await client.post(
-            "/generate", json={"model": "demo", "prompt": "hi", "max_tokens": 12, "temperature": 0, "seed": 3, "stream": False}
+            "/generate",
+            json={"model": "demo", "prompt": "hi", "max_tokens": 12, "temperature": 0, "seed": 3, "stream": False},
         )
     assert seen[0]["type"] == "accepted"
     assert seen[0]["request_id"].startswith("gen-")
@@ -66,7 +67,9 @@ async def test_several_at_once_and_cancel_of_one(site: Site) -> None:
     async with opened(site) as socket:
         for ref in ("a", "b"):
             await tell(socket, type="generate", id=ref, model="slow", prompt=ref, max_tokens=400, ignore_eos=True)
-        await tell(socket, type="generate", id="c", model="slow", messages=[{"role": "user", "content": "x"}], max_tokens=5)
+        await tell(
+            socket, type="generate", id="c", model="slow", messages=[{"role": "user", "content": "x"}], max_tokens=5
+        )
         await until(socket, "done", "c")
         await tell(socket, type="cancel", id="a")
         done = (await until(socket, "done", "a"))[-1]
@@ -194,7 +197,9 @@ async def test_a_ticket_opens_a_socket_once(site: Site) -> None:
 
 async def test_attach_reads_on_where_another_socket_stopped(site: Site) -> None:
     async with opened(site) as socket:
-        await tell(socket, type="generate", id="a", model="slow", prompt="x", max_tokens=30, ignore_eos=True, resumable=True)
+        await tell(
+            socket, type="generate", id="a", model="slow", prompt="x", max_tokens=30, ignore_eos=True, resumable=True
+        )
         seen = await until(socket, "delta")
         request_id = seen[0]["request_id"]
         last = seen[-1]["seq"]
