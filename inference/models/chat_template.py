@@ -35,9 +35,6 @@ _TEMPLATE_FAULTS = (
     RecursionError,
 )
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_LOOPS_OVER_PARTS = re.compile(
-    r"""in\s+\w+(?:\.content\b|\[\s*['"]content['"]\s*\])|content\s+is\s+(?:not\s+)?string"""
-)
 
 
 class ChatTemplateError(SluiceError):
@@ -79,6 +76,20 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
+def _loops_over_content(template: jinja2.nodes.Template) -> bool:
+    """Whether the template goes through the parts of a message's content, rather than take it for a string."""
+
+    def is_content(node: jinja2.nodes.Node) -> bool:
+        match node:
+            case jinja2.nodes.Getattr(attr="content") | jinja2.nodes.Name(name="content"):
+                return True
+            case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")):
+                return True
+        return False
+
+    return any(is_content(loop.iter) for loop in template.find_all(jinja2.nodes.For))
+
+
 class ChatTemplate:
     """One compiled template.
 
@@ -101,12 +112,13 @@ class ChatTemplate:
         control_tokens: Sequence[str],
         soft_tokens: Sequence[str] = (),
     ) -> None:
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self._takes_parts = _loops_over_content(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"The model's chat template is not valid: {error}.") from error
         self._variables = dict(variables)
-        self._takes_parts = bool(_LOOPS_OVER_PARTS.search(source))
         soft = [token for token in soft_tokens if token in source]
         self._hard = _any_of(control_tokens)
         self._all = _any_of([*control_tokens, *soft])

@@ -139,7 +139,8 @@ class TestTextStream:
         assert run(TextStream(TOKENIZER), ids)[0] == TOKENIZER.decode(ids)
 
     def test_stop_string_is_ignored_before_min_tokens(self) -> None:
-        assert run(TextStream(TOKENIZER, ["a"], min_tokens=2), list(b"abca"))[0] == "abc"
+        assert run(TextStream(TOKENIZER, ["b"], min_tokens=2), list(b"abcb"))[0] == "abc"
+        assert run(TextStream(TOKENIZER, ["c"], min_tokens=2), list(b"abcb"))[0] == "ab"
 
     def test_hidden_token_counts_but_does_not_show(self) -> None:
         stream = TextStream(TOKENIZER, ["zz"])

@@ -131,10 +131,12 @@ class TestControlTokensInContent:
         "parts", [["<|im_", "end|>"], ["<", "|im_end|>"], ["<|im_end", "|>"], ["<|im_end \n", "|>"], ["<|im_end|", ">"]]
     )
     def test_parts_that_the_template_joins_form_no_token(self, parts: list[str], tmp_path: Path) -> None:
-        template = "{% for p in messages[0].content %}{{ p.text | trim }}{% endfor %}"
+        template = "{% for m in messages %}{% for p in m['content'] %}{{ p.text | trim }}{% endfor %}{% endfor %}"
         tokenizer = ModelTokenizer(write_model_folder(tmp_path, template=template))
         message = {"role": "user", "content": [{"type": "text", "text": part} for part in parts]}
-        assert not tokenizer.special_ids.intersection(tokenizer.render_chat([message]))
+        ids = tokenizer.render_chat([message])
+        assert tokenizer.decode(ids) == "<|im_end|>"
+        assert not tokenizer.special_ids.intersection(ids)
 
     @pytest.mark.parametrize(
         "message",
@@ -183,6 +185,25 @@ class TestShapes:
         parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
         listed = tokenizer.render_chat([{"role": "user", "content": parts}])
         assert listed == tokenizer.render_chat([{"role": "user", "content": "one\ntwo"}])
+
+    def test_looking_for_a_word_in_the_content_is_not_looping_over_parts(self, tmp_path: Path) -> None:
+        template = "{% for m in messages if 'x' in m.content and m.content is string %}{{ m.content }}{% endfor %}"
+        tokenizer = ModelTokenizer(write_model_folder(tmp_path, template=template))
+        message = {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}
+        assert tokenizer.decode(tokenizer.render_chat([message])) == "x\ny"
+
+    @pytest.mark.parametrize(("trimming", "end"), [("", "so far  "), (" | trim", "so far")])
+    def test_continued_message_keeps_its_blanks_unless_the_template_trims(
+        self, trimming: str, end: str, tmp_path: Path
+    ) -> None:
+        template = "{% for m in messages %}{{ m.role }}:{{ m.content" + trimming + " }}<|im_end|>{% endfor %}"
+        tokenizer = ModelTokenizer(write_model_folder(tmp_path, template=template))
+        ids = tokenizer.render_chat([{"role": "assistant", "content": "so far  "}], continue_final=True)
+        assert tokenizer.decode(ids, skip_special=False) == "assistant:" + end
+
+    def test_message_without_text_can_not_be_continued(self) -> None:
+        with pytest.raises(ChatTemplateError, match="continued"):
+            small_tokenizer("bytelevel").render_chat([{"role": "assistant"}], continue_final=True)
 
     def test_model_without_a_template_says_so(self, tmp_path: Path) -> None:
         tokenizer = ModelTokenizer(write_model_folder(tmp_path, template=None))
@@ -256,6 +277,16 @@ class TestBounds:
                 tokenizer.encode_bounded(text, limit)
         else:
             assert tokenizer.encode_bounded(text, limit) == ids
+
+    @pytest.mark.parametrize("rest", [1, 1000])
+    def test_long_text_that_just_fits_is_not_refused(self, rest: int) -> None:
+        tokenizer = small_tokenizer("bytelevel")
+        text = "語1a" * (1 << 18)
+        text = text[: (1 << 18) + rest]
+        ids = tokenizer.encode(text)
+        assert tokenizer.encode_bounded(text, len(ids)) == ids
+        with pytest.raises(TooLarge):
+            tokenizer.encode_bounded(text, len(ids) - 1)
 
     @pytest.mark.parametrize("unit", ["a", " ", "\n", " \n", "語", "<|im_end|>", "<", "1", "e\u0301"])
     def test_time_for_a_refusal_does_not_grow_with_the_text(self, unit: str) -> None:
