@@ -5,6 +5,8 @@ The real command, in a folder, a database and a temporary directory of the test'
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import re
 import signal
@@ -165,6 +167,65 @@ def test_a_child_that_dies_takes_the_tree_down_and_is_named(up, pattern, said):
     assert run.wait_end() == 1
     assert f"CommandError: {said}" in run.output()
     eventually_sync(lambda: gone(family), 10, what="all children gone")
+    assert list(run.tmp.iterdir()) == []
+
+
+def test_an_own_redis_is_used_and_left_clean(up, redis_url):
+    run = up(REDIS_URL=redis_url)
+    run.wait_ready()
+    assert "Valkey: starting" not in run.output()
+    assert not [p for p in run.family() if "valkey-server" in p.name()]
+    stream = open_stream(run, tokens=4000)
+    stream.read(20)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait_end() == 0
+    stream.close()
+    audit = subprocess.run(
+        [sys.executable, "manage.py", "inflight", "--audit"],
+        cwd=ROOT,
+        env={**os.environ, "REDIS_URL": redis_url},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+
+
+def open_stream(run: Up, tokens: int) -> http.client.HTTPResponse:
+    """An open SSE answer of so many tokens (50 a second)."""
+    key = re.search(r"API key +(sk-\S+)", run.output())[1]
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{run.port}/v1/completions",
+        json.dumps({"model": "s", "prompt": "x", "max_tokens": tokens, "stream": True}).encode(),
+        {"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+    )
+    return urllib.request.urlopen(request, timeout=30)
+
+
+def test_sigterm_lets_a_running_stream_finish(up):
+    run = up(SLUICE_DRAIN_DEADLINE="20")
+    run.wait_ready()
+    with open_stream(run, tokens=40) as stream:
+        stream.read(20)
+        run.process.send_signal(signal.SIGTERM)
+        body = stream.read().decode()
+    assert body.rstrip().endswith("data: [DONE]")
+    assert '"finish_reason":"length"' in body.replace(" ", "")
+    assert run.wait_end() == 0
+
+
+def test_ctrl_c_ends_a_running_stream_and_all_the_rest(up):
+    run = up(SLUICE_DRAIN_DEADLINE="60")
+    run.wait_ready()
+    family = run.family()
+    with open_stream(run, tokens=4000) as stream:
+        stream.read(20)
+        asked = time.monotonic()
+        run.process.send_signal(signal.SIGINT)
+        assert "error" in stream.read().decode()
+    assert run.wait_end() == 0
+    assert time.monotonic() - asked < STOP_LIMIT
+    assert gone(family)
     assert list(run.tmp.iterdir()) == []
 
 
