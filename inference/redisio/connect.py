@@ -75,5 +75,17 @@ def _sentinel(url: str, options: dict[str, Any]) -> Redis:
         ssl=parts.scheme.startswith("rediss"),
         **options,
     )
-    master: Redis = sentinel.master_for(service)
+    master: _Master = sentinel.master_for(service, redis_class=_Master)
+    master.nodes = sentinel.sentinels
     return master
+
+
+class _Master(Redis):
+    """The master's client; closing it also closes the connections to the sentinels that named it."""
+
+    nodes: list[Redis]
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await super().aclose(close_connection_pool)
+        for node in self.nodes:
+            await node.aclose()

@@ -30,7 +30,7 @@ async def test_a_stream_ends_and_leaves_nothing(deploy: Deploy) -> None:
 
 async def test_a_reader_that_leaves_early_cancels(deploy: Deploy) -> None:
     deployment = deploy()
-    gateway, worker = await deployment.both()
+    gateway, _ = await deployment.both()
     async with gateway.request(spec(4000)) as stream:
         await stream.next()
     await eventually(lambda: deployment.endings)
@@ -40,7 +40,7 @@ async def test_a_reader_that_leaves_early_cancels(deploy: Deploy) -> None:
 
 async def test_a_cancelled_task_settles_and_aborts_once(deploy: Deploy) -> None:
     deployment = deploy()
-    gateway, worker = await deployment.both()
+    gateway, _ = await deployment.both()
     started = asyncio.Event()
 
     async def serve() -> None:

@@ -1,0 +1,67 @@
+"""Fixtures of the fault tests: rigs of real processes, and the table of measured times."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.harness import Rig
+
+_TIMES: list[tuple[str, float, float]] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/faults" in str(item.fspath):
+            item.add_marker(pytest.mark.faults)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    """A rig with the default settings of these tests."""
+    async with Rig(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def make_rig(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+    """A factory of rigs with other settings (environment variables by name)."""
+    async with AsyncExitStack() as stack:
+
+        async def make(**settings: Any) -> Rig:
+            return await stack.enter_async_context(Rig(tmp_path, **settings))
+
+        yield make
+
+
+@pytest.fixture
+def timing() -> Callable[[str, float, float], None]:
+    """Record a time to clean and hold it against its bound: ``timing(what, seconds, bound)``."""
+
+    def record(what: str, seconds: float, bound: float) -> None:
+        _TIMES.append((what, seconds, bound))
+        assert seconds <= bound, f"{what}: {seconds:.2f} s, bound {bound:.2f} s"
+
+    return record
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what the documents carry: one row per measured fault."""
+    if not _TIMES:
+        return
+    terminalreporter.write_sep("-", "time to clean")
+    terminalreporter.write_line("| what happens | measured, s | bound, s |")
+    terminalreporter.write_line("|---|---|---|")
+    worst: dict[str, tuple[float, float]] = {}
+    for what, seconds, bound in _TIMES:
+        worst[what] = max(worst.get(what, (0.0, bound)), (seconds, bound))
+    for what, (seconds, bound) in worst.items():
+        terminalreporter.write_line(f"| {what} | {seconds:.2f} | {bound:.2f} |")
+    if path := os.environ.get("SLUICE_TIMINGS"):
+        Path(path).write_text(json.dumps([[w, s, b] for w, (s, b) in worst.items()], indent=1))

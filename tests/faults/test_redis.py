@@ -1,0 +1,316 @@
+"""Redis that drops connections, stands still, forgets everything, or is far away.
+
+Guards: the settler's retries, the commander's ownership of its connection
+(await a connection from a client's task and ``rf_01`` fails), the subscriber's
+pings, the hub's bounded poll, the reaper's grace after an outage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.faults.harness import CHECK, SLACK, TTL, Exchange, Proxy, Rig
+from tests.faults.transports import TRANSPORTS, Call, undisturbed
+from tests.support import eventually
+
+Timing = Callable[[str, float, float], None]
+MakeRig = Callable[..., Any]
+SCALE = float(os.environ.get("SLUICE_SCALE", "0.1"))
+
+
+async def test_connections_killed_in_mid_stream(rig: Rig, timing: Timing) -> None:
+    """CLIENT KILL of every connection, several times: all streams complete, nothing is lost or repeated."""
+    _, server = await asyncio.gather(rig.pool(), rig.server())
+    whole = await undisturbed(rig, server, 250, "cut")
+    calls = [await Call.begin(rig, server, k, 250, prompt="cut") for k in ("sse-generate", "ws", "sse-completions")]
+    for call in calls:
+        call.reading()
+    for kind in ("normal", "pubsub", "normal", "pubsub"):
+        await asyncio.gather(*(rig.running(c.id) for c in calls))
+        await rig.redis.call("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
+        seen = [len(c.reply.pieces) for c in calls]
+        began = time.monotonic()
+        await eventually(
+            lambda seen=seen: all(len(c.reply.pieces) > n + 5 for c, n in zip(calls, seen, strict=True)), 15
+        )
+        timing(f"Redis connections killed ({kind}): streams go on", time.monotonic() - began, 1 + SLACK)
+    for call in calls:
+        reply = await call.finish()
+        assert (reply.text, reply.done, reply.error) == (whole, True, None)
+    await rig.quiet()
+
+
+async def test_redis_paused_three_seconds(rig: Rig, timing: Timing) -> None:
+    """Longer than every heartbeat's TTL: nobody is taken for dead when it goes on."""
+    _, server = await asyncio.gather(rig.pool(), rig.server())
+    whole = await undisturbed(rig, server, 400, "pause")
+    calls = [await Call.begin(rig, server, k, 400, prompt="pause") for k in ("sse-generate", "ws")]
+    for call in calls:
+        call.reading()
+        await rig.running(call.id, 10)
+    rig.valkey.signal(signal.SIGSTOP)
+    await asyncio.sleep(3)
+    rig.valkey.signal(signal.SIGCONT)
+    began = time.monotonic()
+    seen = [len(c.reply.pieces) for c in calls]
+    await eventually(lambda: all(len(c.reply.pieces) > n for c, n in zip(calls, seen, strict=True)), 15)
+    timing("Redis paused for 3 s: streams go on after", time.monotonic() - began, 1 + SLACK)
+    for call in calls:
+        reply = await call.finish()
+        assert (reply.text, reply.error) == (whole, None)
+        assert (await rig.ending(call.id)).attempts == 1, "its worker was never taken for dead"
+    await rig.quiet()
+
+
+async def test_client_gone_while_redis_is_paused(rig: Rig, timing: Timing) -> None:
+    """The settler holds the note until Redis answers."""
+    _, server = await asyncio.gather(rig.pool(), rig.server())
+    calls = [await Call.begin(rig, server, kind, 50_000) for kind in TRANSPORTS]
+    for call in calls:
+        await rig.running(call.id)
+    rig.valkey.signal(signal.SIGSTOP)
+    for call in calls:
+        await call.leave()
+    await asyncio.sleep(1)
+    rig.valkey.signal(signal.SIGCONT)
+    timing("client gone while Redis is paused, after it goes on", await rig.quiet(15), 2 + SLACK)
+    for call in calls:
+        assert (await rig.ending(call.id)).reason == "client_gone"
+        assert rig.aborts_of(call.id) == 1
+
+
+@pytest.mark.parametrize("how", ["flushall", "restart"])
+async def test_rf_06_state_lost_in_mid_stream(rig: Rig, how: str, timing: Timing) -> None:
+    """Streams end with an error event, slots are freed, nothing is resurrected, new requests are served."""
+    _, server = await asyncio.gather(rig.pool(), rig.server())
+    calls = [await Call.begin(rig, server, kind, 50_000) for kind in TRANSPORTS]
+    calls.append(await Call.begin(rig, server, "sse-generate", 50_000, resumable=True))
+    for call in calls:
+        call.reading()
+        await rig.running(call.id, 3)
+    began = time.monotonic()
+    if how == "flushall":
+        await rig.redis.call("FLUSHALL")
+    else:
+        await rig.valkey.kill()
+        await rig.valkey.start()
+    for call in calls:
+        reply = await call.finish(30)
+        assert reply.error is not None and not reply.done, (call.kind, reply)
+    timing(f"Redis {'emptied' if how == 'flushall' else 'restarted empty'}: streams have ended",
+           time.monotonic() - began, 2 + CHECK + SLACK)  # fmt: skip
+    await eventually(lambda: _free(rig), 15, what="the worker has freed its slots")
+    await rig.quiet()
+    left = [k async for k in _keys(rig)]
+    assert not [k for k in left if "req:" in k or "log:" in k], left
+    assert (await (await Call.begin(rig, server, "sse-chat", 5)).finish()).done
+    await rig.quiet()
+
+
+async def _free(rig: Rig) -> bool:
+    workers = await rig.views.workers()
+    return bool(workers) and all(w.held == 0 and w.stats.running == 0 for w in workers)
+
+
+async def _keys(rig: Rig) -> Any:
+    cursor = b"0"
+    while True:
+        cursor, page = await rig.redis.call("SCAN", cursor, "COUNT", 500)
+        for key in page:
+            yield key.decode()
+        if not int(cursor):
+            return
+
+
+async def test_redis_away_for_good_ends_streams(make_rig: MakeRig, timing: Timing) -> None:
+    """Past the outage limit a stream ends with an error event instead of waiting for ever."""
+    rig = await make_rig(SLUICE_REDIS_OUTAGE_LIMIT=2, SLUICE_REDIS_TIMEOUT=1)
+    _, server = await asyncio.gather(rig.pool(), rig.server())
+    calls = [await Call.begin(rig, server, kind, 50_000) for kind in TRANSPORTS]
+    for call in calls:
+        call.reading()
+        await rig.running(call.id, 3)
+    began = time.monotonic()
+    rig.valkey.signal(signal.SIGSTOP)
+    for call in calls:
+        reply = await call.finish(20)
+        assert reply.error is not None and not reply.done
+    timing("Redis away: streams end after the outage limit (2 s)", time.monotonic() - began, 2 + 2 + CHECK + SLACK)
+    assert await server.get("/readyz") == 503
+    exchange = await server.post("/v1/completions", {"model": "scripted", "prompt": "x", "max_tokens": 5})
+    assert exchange.status == 503
+    rig.valkey.signal(signal.SIGCONT)
+    await rig.quiet(15)
+    await eventually(lambda: _ready(server), 10)
+
+
+async def _ready(server: Any) -> bool:
+    return await server.get("/readyz") == 200
+
+
+async def test_rf_01_cancelled_calls_never_mix_replies(make_rig: MakeRig, tmp_path: Any) -> None:
+    """100 ms to Redis, streams cancelled at random; every other client checks that all it gets is its own."""
+    rig = await make_rig()
+    proxy = await Proxy(rig.valkey.port).start()
+    try:
+        _, server = await asyncio.gather(rig.pool(), rig.server(REDIS_URL=proxy.url))
+        proxy.delay = 0.05  # each way
+        chance = random.Random(1)
+        gate = asyncio.Semaphore(16)
+        wholes = [await undisturbed(rig, server, 30, f"owner {i}") for i in range(4)]
+
+        async def one(number: int) -> None:
+            async with gate:
+                prompt = number % 4
+                if number % 2:
+                    kind = chance.choice(["sse-generate", "sse-chat", "json-chat", "ws"])
+                    task = asyncio.create_task(
+                        Call.begin(rig, server, kind, 2000, prompt=f"owner {prompt}", find=False)
+                    )
+                    await asyncio.sleep(chance.random() * 0.5)
+                    call = await task
+                    await call.leave()
+                    return
+                call = await Call.begin(rig, server, "sse-generate", 30, prompt=f"owner {prompt}", find=False)
+                reply = await call.finish()
+                assert (reply.text, reply.error) == (wholes[prompt], None)
+                exchange = await Exchange.open(server.port, "GET", f"/v1/requests/{call.id}", key=server.key)
+                assert exchange.status in (200, 404)
+                if exchange.status == 200:
+                    assert (await exchange.json())["id"] == call.id
+
+        await asyncio.gather(*(one(i) for i in range(int(500 * SCALE))))
+        await rig.quiet(20)
+        clients = [c for c in (await rig.redis.call("CLIENT", "LIST")).decode().splitlines() if "sluice-s-" in c]
+        assert len(clients) <= 2, "one connection for commands, one for messages"
+        assert "Traceback" not in server.process.log()
+    finally:
+        await proxy.stop()
+
+
+@pytest.mark.parametrize("how", ["drop", "kill-pubsub"])
+async def test_rf_03_network_to_redis_is_gone_and_back(make_rig: MakeRig, how: str, timing: Timing) -> None:
+    """No FIN and no RST, as with a pulled cable: readiness says so, and all works again soon after."""
+    rig = await make_rig(SLUICE_REDIS_TIMEOUT=1)
+    proxy = await Proxy(rig.valkey.port).start()
+    try:
+        _, server = await asyncio.gather(rig.pool(REDIS_URL=proxy.url), rig.server(REDIS_URL=proxy.url))
+        calls = [await Call.begin(rig, server, "sse-generate", 5000) for _ in range(4)]
+        for call in calls:
+            call.reading()
+            await rig.running(call.id, 3)
+        if how == "drop":
+            proxy.drop()
+            await eventually(lambda: _unready(server), 10, what="readiness reflects the outage")
+            await asyncio.sleep(float(os.environ.get("SLUICE_OUTAGE", "5")))
+            proxy.restore()
+        else:
+            await rig.redis.call("CLIENT", "KILL", "TYPE", "pubsub")
+        began = time.monotonic()
+        await eventually(lambda: _ready(server), 10)
+        cancelled, *others = calls
+        exchange = await server.post(f"/v1/requests/{cancelled.id}/cancel", {})
+        assert exchange.status == 200
+        assert (await cancelled.finish(15)).error is not None
+        assert (await (await Call.begin(rig, server, "sse-chat", 5)).finish(15)).done
+        timing(f"network to Redis gone and back ({how}): cancel and dispatch work", time.monotonic() - began, 5 + SLACK)
+        for call in others:  # survived, or ended with an error: never hung
+            seen = len(call.reply.pieces)
+            await eventually(lambda c=call, n=seen: c.reply.error or len(c.reply.pieces) > n, 10)
+            await call.leave()
+        await rig.quiet(15)
+    finally:
+        await proxy.stop()
+
+
+async def _unready(server: Any) -> bool:
+    return await server.get("/readyz") == 503
+
+
+async def test_late_commands_leave_nothing(make_rig: MakeRig) -> None:
+    """A submit held back by the network arrives after its connection was given up and its settle is done."""
+    rig = await make_rig(SLUICE_REDIS_TIMEOUT=1)
+    proxy = await Proxy(rig.valkey.port).start()
+    try:
+        _, server = await asyncio.gather(rig.pool(), rig.server(REDIS_URL=proxy.url))
+        proxy.drop()
+        call = await Call.begin(rig, server, "sse-chat", 50_000, find=False)
+        await asyncio.wait([call.reading()], timeout=10)
+        assert call.reply.error is not None
+        proxy.restore()
+        await eventually(lambda: _ready(server), 10)
+        await rig.quiet(15)
+        assert (await (await Call.begin(rig, server, "sse-chat", 5)).finish(15)).done
+    finally:
+        await proxy.stop()
+
+
+async def test_rf_05_refused_sockets_leave_no_connections(rig: Rig) -> None:
+    """Handshakes refused before accept, and sockets that come and go, cost neither connections nor files."""
+    _, server = await asyncio.gather(rig.pool(), rig.server())
+    count = int(5000 * SCALE)
+
+    async def handshake(key: str, origin: str) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        lines = ["GET /ws/v1/stream HTTP/1.1", "Host: localhost", "Upgrade: websocket", "Connection: Upgrade"]
+        lines += ["Sec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==", "Sec-WebSocket-Version: 13", f"Origin: {origin}"]
+        lines += [f"Authorization: Bearer {key}"] if key else []
+        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n"), 20)
+        assert (b"101" in head) == (key == server.key), head
+        writer.transport.abort()
+
+    async def round_of(number: int) -> None:
+        gate = asyncio.Semaphore(32)
+
+        async def one(i: int) -> None:
+            async with gate:
+                key = ("", "wrong", server.key)[i % 3]
+                await handshake(key, "http://localhost" if key == server.key else "http://evil.example")
+
+        await asyncio.gather(*(one(i) for i in range(number)))
+
+    await round_of(60)
+    await eventually(lambda: len(_files(server.process.pid)) < 60, 10)
+    before = (await _connections(rig), len(_files(server.process.pid)))
+    await round_of(count)
+    await eventually(
+        lambda: len(_files(server.process.pid)) <= before[1] + 3, 15, what=f"open files back to {before[1]}"
+    )
+    assert await _connections(rig) <= before[0] + 1
+    assert (await (await Call.begin(rig, server, "ws", 5)).finish()).done
+
+
+def _files(pid: int) -> list[str]:
+    return os.listdir(f"/proc/{pid}/fd")
+
+
+async def _connections(rig: Rig) -> int:
+    return len((await rig.redis.call("CLIENT", "LIST")).splitlines())
+
+
+async def test_rf_06_record_outlives_every_ttl_while_alive(rig: Rig) -> None:
+    """A stream longer than every TTL stays listed all the time and ends in the ordinary way."""
+    _, server = await asyncio.gather(rig.pool(), rig.server())
+    call = await Call.begin(rig, server, "sse-chat", int(50 * (TTL * 3)))
+    reading = call.reading()
+    await rig.running(call.id)
+    seen = 0
+    while not reading.done():
+        view = await rig.views.view(call.id)
+        if view is None:
+            break
+        assert not view.orphaned
+        seen += 1
+        await asyncio.wait([reading], timeout=0.2)
+    reply = await call.finish()
+    assert reply.done and seen > 10
+    await rig.quiet()
