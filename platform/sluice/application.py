@@ -27,7 +27,8 @@ class Started:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
-        await runtime.ensure_started()
+        if scope["path"] != "/livez":  # which answers whatever else does not
+            await runtime.ensure_started()
         await self.app(scope, receive, send)
 
 

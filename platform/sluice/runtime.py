@@ -50,6 +50,8 @@ _started = False
 _start_lock: asyncio.Lock | None = None
 _next_try = 0.0
 _tokenizers: dict[str, asyncio.Future[Any]] = {}
+_unloadable: dict[str, str] = {}
+_warm_up: asyncio.Task[None] | None = None
 _text_pool: ThreadPoolExecutor | None = None
 
 
@@ -106,7 +108,7 @@ async def start(core: Config | None = None) -> None:
     Raises:
         inference.errors.SluiceError: Redis does not answer, or a setting is malformed.
     """
-    global _config, _gateway, _started
+    global _config, _gateway, _started, _warm_up
     if _started:
         return
     from inference.gateway import Gateway
@@ -120,15 +122,33 @@ async def start(core: Config | None = None) -> None:
     _gateway = candidate
     _started = True
     lag.start()
-    # What was loaded until here lives as long as the process: collections need not walk it again.
+    _freeze()
+    _warm_up = asyncio.get_running_loop().create_task(_load_tokenizers(), name="load-tokenizers")
+
+
+def _freeze() -> None:
+    """What has been loaded lives as long as the process: collections need not walk it again."""
     gc.collect()
     gc.freeze()
+
+
+async def _load_tokenizers() -> None:
+    """Load every model's tokenizer before the first request needs it; readiness waits for it."""
+    for spec in config().model_specs():
+        try:
+            await tokenizer(spec.alias)
+        except SluiceError as exc:
+            _unloadable[spec.alias] = str(exc)
+            logger.error("the tokenizer of %s cannot be loaded: %s", spec.alias, exc)
+        else:
+            _unloadable.pop(spec.alias, None)
+    _freeze()
 
 
 async def ensure_started() -> None:
     """Start lazily, under an ASGI server without lifespan. Failure shows in readiness and is tried again."""
     global _start_lock, _next_try
-    if _started or time.monotonic() < _next_try:
+    if _started or server is not None or status.leaving or time.monotonic() < _next_try:
         return
     if _start_lock is None:
         _start_lock = asyncio.Lock()
@@ -144,8 +164,11 @@ async def ensure_started() -> None:
 
 async def stop(timeout: float) -> None:
     """Wait for the settler, then let go of Redis; bounded by ``timeout`` seconds."""
-    global _gateway, _started, _start_lock, _text_pool
+    global _gateway, _started, _start_lock, _text_pool, _warm_up
     lag.stop()
+    warming, _warm_up = _warm_up, None
+    if warming is not None:
+        warming.cancel()
     candidate, _gateway, _started, _start_lock = _gateway, None, False, None
     if candidate is not None:
         await candidate.stop(timeout)
@@ -205,7 +228,13 @@ def unready_reasons() -> list[str]:
     served = _gateway.models()
     if not _gateway.healthy:
         reasons.append("redis does not answer")
-    reasons += [f"no worker serves {s.alias}" for s in config().model_specs() if s.alias not in served]
+    for alias in (s.alias for s in config().model_specs()):
+        if alias not in served:
+            reasons.append(f"no worker serves {alias}")
+        if alias in _unloadable:
+            reasons.append(f"the tokenizer of {alias} cannot be loaded")
+    if _warm_up is not None and not _warm_up.done():
+        reasons.append("tokenizers are loading")
     return reasons
 
 

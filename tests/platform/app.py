@@ -128,6 +128,14 @@ class Silent(Base):
         pass
 
 
+class Stick(Base):
+    """Leaves a thread behind that does not end."""
+
+    async def get(self, body: bytes) -> None:
+        asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)
+        await self.send_json(200, {})
+
+
 class Sock(StreamingWebSocketConsumer):
     """``stream N PACE`` sends N texts; ``flood N SIZE`` as fast as it can; ``hang`` waits; ``fail`` raises."""
 
@@ -231,6 +239,7 @@ ROUTES = [
     Route("hang", HERE + "Hang", methods=("GET", "POST"), access="public", inference=True),
     Route("fail", HERE + "Fail", access="public"),
     Route("silent", HERE + "Silent", access="public"),
+    Route("stick", HERE + "Stick", access="public"),
     Route("abandon", HERE + "abandon", access="public"),
     Route("gzipped", HERE + "gzipped", access="public"),
     Route("guarded/<str:part>", HERE + "Echo", methods=("POST",), access="key"),

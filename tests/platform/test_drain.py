@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +20,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect as ws_connect
 
+from tests.conftest import ROOT
 from tests.platform.conftest import ServerProcess
 from tests.support import eventually_sync
 
@@ -259,3 +263,33 @@ def test_drain_log_names_what_is_open(start: Start) -> None:
     assert re.search(r"\d+ s left", line)
     assert "sse /ticks=1" in line
     assert "find-me" in line
+
+
+def manage(redis_url: str, *args: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "REDIS_URL": redis_url, "SLUICE_MODELS": "scripted=scripted:rate=200"}
+    command = [sys.executable, "manage.py", *args]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
+
+
+def test_drain_by_command_and_back(start: Start, fresh_valkey: Callable[[], Any]) -> None:
+    redis = fresh_valkey()
+    server = start("--pre-drain", "0.2", redis_url=redis.url)
+    (line,) = manage(redis.url, "drain").stdout.splitlines()
+    assert f"pid {server.process.pid}  serving" in line
+    name = line.split()[0]
+    assert "told to drain" in manage(redis.url, "drain", name).stdout
+    eventually_sync(lambda: readiness(server)["state"] == "finishing", 5.0)
+    assert httpx.get(server.url + "/ticks?n=1").status_code == 503
+    assert "finishing" in manage(redis.url, "drain").stdout
+    manage(redis.url, "drain", "--all", "--undo")
+    eventually_sync(lambda: readiness(server)["state"] == "serving", 5.0)
+    assert httpx.get(server.url + "/ticks?n=1").status_code == 200
+    assert manage(redis.url, "drain", "nobody").returncode == 1
+
+
+def test_stuck_thread_does_not_hold_up_the_exit(start: Start) -> None:
+    server = start("--pre-drain", "0", "--drain-deadline", "20")
+    assert httpx.get(server.url + "/stick").status_code == 200
+    sent = server.signal(signal.SIGTERM)
+    assert server.wait(15) == 0
+    assert time.monotonic() - sent < 5

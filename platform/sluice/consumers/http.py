@@ -52,6 +52,8 @@ class StreamingHttpConsumer(AsyncConsumer):
 
     #: Largest body in bytes; ``None`` for the server's setting.
     max_body_bytes: int | None = None
+    #: A drain waits for it. ``False`` for endless feeds of pages, which end as soon as it begins to refuse.
+    drain_waits = True
 
     def __init__(self) -> None:
         self.principal: Any = None

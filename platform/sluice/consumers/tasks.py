@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import Any
 from weakref import WeakSet
+
+logger = logging.getLogger("sluice.tasks")
+
+#: No clean-up of ours takes so long, seconds: whoever still runs then has lost its cancellation.
+PATIENCE = 10.0
 
 _asked: WeakSet[asyncio.Task[Any]] = WeakSet()
 
@@ -30,7 +36,10 @@ async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
     cancelled = False
     while not task.done():
         try:
-            await asyncio.wait({task})
+            await asyncio.wait({task}, timeout=PATIENCE)
+            if not task.done():
+                logger.warning("%s still cleans up after %g s; asking again", task.get_name(), PATIENCE)
+                task.cancel()
         except asyncio.CancelledError:
             cancelled = True
     with contextlib.suppress(asyncio.CancelledError):

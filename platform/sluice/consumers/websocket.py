@@ -49,6 +49,8 @@ class StreamingWebSocketConsumer(AsyncConsumer):
     subprotocols: tuple[str, ...] = ()
     #: New sockets are refused while the server drains.
     inference = True
+    #: A drain waits for its tasks. ``False`` for endless feeds of pages.
+    drain_waits = True
 
     def __init__(self) -> None:
         self.principal: Any = None

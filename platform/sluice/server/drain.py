@@ -60,10 +60,20 @@ class DrainHooks:
 
 
 class Drain:
-    """Runs at most one drain at a time, on the server's event loop."""
+    """Runs at most one drain at a time, on the server's event loop.
+
+    Args:
+        owns_process: end the process in time, whatever is stuck in it.
+    """
 
     def __init__(
-        self, config: ServerConfig, status: ServerStatus, exchanges: ExchangeRegistry, hooks: DrainHooks
+        self,
+        config: ServerConfig,
+        status: ServerStatus,
+        exchanges: ExchangeRegistry,
+        hooks: DrainHooks,
+        *,
+        owns_process: bool = False,
     ) -> None:
         self.config = config
         self.status = status
@@ -71,6 +81,7 @@ class Drain:
         self.hooks = hooks
         self._server: Any = None
         self._task: asyncio.Task[None] | None = None
+        self._watched = owns_process
         self._exiting = False
         self._replaced = False
         self._skip_pause = asyncio.Event()
@@ -154,7 +165,7 @@ class Drain:
         paused_already = self.status.refusing
         wait = (0.0 if paused_already else config.pre_drain) + config.drain_deadline
         self.status.deadline = self._began + wait + ENDING_SECONDS
-        dog = _Watchdog(wait + ENDING_SECONDS)
+        dog = _Watchdog(wait + ENDING_SECONDS) if self._watched else None
         if self._server is None or not self._server.accepting:
             # Nothing has been served yet: there is nobody to wait for.
             if self._server is not None:
@@ -169,7 +180,8 @@ class Drain:
             await self._finish(config.drain_deadline)
         self._move(ServerState.ENDING)
         await self._end()
-        dog.drained = True
+        if dog is not None:
+            dog.drained.set()
         logger.info("drained in %.1f s", time.monotonic() - self._began, extra={"event": "drain_done"})
         if self._server is not None:
             self._server.stop()
@@ -285,12 +297,14 @@ class _Watchdog:
     """Ends the process in time even where the event loop, or a thread at exit, is stuck."""
 
     def __init__(self, seconds: float) -> None:
-        self.drained = False
+        self.drained = threading.Event()
         self._seconds = seconds
         threading.Thread(target=self._watch, name="drain-watchdog", daemon=True).start()
 
     def _watch(self) -> None:
-        time.sleep(self._seconds)
-        if not self.drained:
+        if not self.drained.wait(self._seconds):
             logger.critical("the drain did not end within %g s; leaving", self._seconds)
-        os._exit(0 if self.drained else 1)
+            os._exit(1)
+        # All is settled. What is left is somebody's thread that the interpreter would wait for.
+        time.sleep(LEAVE_SECONDS)
+        os._exit(0)

@@ -51,7 +51,7 @@ def load_application() -> Any:
 
 def serve(config: ServerConfig, listeners: list[socket.socket], *, on_ready: Callable[[], None]) -> int:
     """Serve until drained; returns the exit code."""
-    drain = Drain(config, runtime.status, runtime.exchanges, GatewayHooks())
+    drain = Drain(config, runtime.status, runtime.exchanges, GatewayHooks(), owns_process=True)
     runtime.on_command = drain.on_command
     server = SluiceServer(
         load_application(),

@@ -197,9 +197,18 @@ class SluiceServer(Server):
     def protocol_disconnected(self, protocol: Any) -> None:
         # Called once or twice, before or after the application has ended.
         details = self.connections.get(protocol)
-        if details is not None:
-            details.setdefault("disconnected", time.time())
-            self._forget(protocol)
+        if details is None or "disconnected" in details:
+            return
+        details["disconnected"] = time.time()
+        task = details.get("application_instance")
+        if task is not None and not task.done():
+            timer = asyncio.get_event_loop().call_later(self.application_close_timeout, self._overdue, task)
+            task.add_done_callback(lambda _: timer.cancel())
+        self._forget(protocol)
+
+    def _overdue(self, task: asyncio.Task[Any]) -> None:
+        logger.warning("an application took too long to end after its client had gone; it is cancelled")
+        task.cancel()
 
     # --- applications -----------------------------------------------------------------
 

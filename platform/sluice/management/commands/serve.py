@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import socket
 import sys
@@ -16,6 +17,9 @@ from inference.config import Config
 from inference.errors import ConfigError
 from sluice import conf
 from sluice.conf import ServerConfig
+
+#: Files beside the clients' connections: Redis, the database, logs, static files.
+SPARE_FILES = 256
 
 EPILOG = """
 Every flag has a setting (SLUICE_<NAME> in the environment); the flag wins.
@@ -81,7 +85,24 @@ class Command(BaseCommand):
         if options["fd"] is not None:
             sys.exit(self._serve_inherited(config, options["fd"], options["ready_fd"]))
         self._check_database()
+        self._raise_file_limit(config)
         sys.exit(self._serve(config))
+
+    def _raise_file_limit(self, config: ServerConfig) -> None:
+        """Each connection is a file; the usual soft limit of 1,024 is less than we allow."""
+        wanted = config.max_connections + SPARE_FILES
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft == resource.RLIM_INFINITY or soft >= wanted:
+            return
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if allowed < wanted:
+            self.stderr.write(
+                self.style.WARNING(
+                    f"Warning: {allowed} open files are allowed, but SLUICE_MAX_CONNECTIONS {config.max_connections} "
+                    f"needs {wanted}. Raise the limit (ulimit -n), or lower the setting."
+                )
+            )
 
     def _check_database(self) -> None:
         from django.db import connection
