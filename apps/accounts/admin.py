@@ -12,7 +12,7 @@ from django.template.response import TemplateResponse
 
 from apps.accounts import services
 from apps.accounts.forms import AdminKeyForm
-from apps.accounts.models import ApiKey
+from apps.accounts.models import LIMIT_FIELDS, ApiKey, UserLimits
 
 
 @admin.register(ApiKey)
@@ -45,7 +45,7 @@ class ApiKeyAdmin(admin.ModelAdmin):
 
     def get_fields(self, request: HttpRequest, obj: ApiKey | None = None) -> list[str]:
         if obj is None:
-            return ["name", "user", "scopes", "allowed_models", "expires_at"]
+            return ["name", "user", "scopes", "allowed_models", "expires_at", *LIMIT_FIELDS]
         return self.get_readonly_fields(request, obj)
 
     def get_readonly_fields(self, request: HttpRequest, obj: ApiKey | None = None) -> list[str]:
@@ -53,7 +53,7 @@ class ApiKeyAdmin(admin.ModelAdmin):
             return []
         return [
             "name", "prefix", "user", "scopes", "allowed_models", "status",
-            "created_at", "last_used", "expires_at", "revoked_at",
+            "created_at", "last_used", "expires_at", "revoked_at", *LIMIT_FIELDS,
         ]  # fmt: skip
 
     def has_delete_permission(self, request: HttpRequest, obj: ApiKey | None = None) -> bool:
@@ -69,6 +69,7 @@ class ApiKeyAdmin(admin.ModelAdmin):
             scopes=obj.scopes,
             expires_at=obj.expires_at,
             allowed_models=obj.allowed_models,
+            limits={name: getattr(obj, name) for name in LIMIT_FIELDS},
         )
         obj.pk, obj.prefix = made.key.pk, made.key.prefix
         request.made_key = made  # type: ignore[attr-defined]
@@ -112,3 +113,12 @@ class ApiKeyAdmin(admin.ModelAdmin):
         done = sum(services.revoke_key(request.user, key) for key in queryset)
         self.message_user(request, f"{done} API key(s) revoked.", messages.SUCCESS)
         return None
+
+
+@admin.register(UserLimits)
+class UserLimitsAdmin(admin.ModelAdmin):
+    """Limits of a user over all keys; felt by every server within a second."""
+
+    list_display = ["user", *LIMIT_FIELDS]
+    autocomplete_fields = ["user"]
+    search_fields = ["user__username"]

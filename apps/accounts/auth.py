@@ -34,9 +34,10 @@ from django.middleware.csrf import CsrfViewMiddleware
 
 from apps.accounts import keyformat
 from apps.accounts.keycache import cache
-from apps.accounts.models import ApiKey
+from apps.accounts.models import ApiKey, UserLimits
 from apps.accounts.origin import header, origin_allowed
 from apps.accounts.principal import Principal
+from apps.accounts.quota import Quota, quota_for
 from apps.accounts.tickets import account_active, issue_ticket, redeem_ticket
 
 __all__ = ["Principal", "authenticate", "flush", "issue_ticket", "origin_allowed", "redeem_ticket", "still_valid"]
@@ -151,11 +152,10 @@ def _looked_up(digest: str, task: asyncio.Task[Principal | None]) -> None:
 
 async def _lookup(prefix: str, digest: str) -> Principal | None:
     generation = cache.generation
-    key = await database_sync_to_async(_find_key)(prefix)
-    # Compared in constant time, and also where there is no such prefix.
-    if not hmac.compare_digest(key.digest if key else "0" * 64, digest) or key is None:
+    found = await database_sync_to_async(_find_key)(prefix, digest)
+    if found is None:
         return None
-    principal = key_principal(key)
+    key, principal = found
     cache.put(digest, principal, generation=generation)
     task = asyncio.create_task(_touch(key.pk), name=f"apikey-touch-{prefix}")
     _background.add(task)
@@ -163,8 +163,12 @@ async def _lookup(prefix: str, digest: str) -> Principal | None:
     return principal
 
 
-def _find_key(prefix: str) -> ApiKey | None:
-    return ApiKey.objects.active().select_related("user").filter(prefix=prefix).first()
+def _find_key(prefix: str, digest: str) -> tuple[ApiKey, Principal] | None:
+    key = ApiKey.objects.active().select_related("user").filter(prefix=prefix).first()
+    # Compared in constant time, and also where there is no such prefix.
+    if not hmac.compare_digest(key.digest if key else "0" * 64, digest) or key is None:
+        return None
+    return key, key_principal(key)
 
 
 async def _touch(pk: int) -> None:
@@ -188,7 +192,15 @@ def key_principal(key: ApiKey) -> Principal:
         allowed_models=tuple(key.allowed_models) or None,
         label=f"{key.name} ({key.prefix})",
         via="key",
+        quotas=(quota_for(f"key:{key.prefix}", key.own_limits()), *_user_quota(user)),
     )
+
+
+def _user_quota(user: Any) -> tuple[Quota, ...]:
+    if user is None:
+        return ()
+    limits = UserLimits.objects.filter(user=user).first()
+    return (quota_for(f"user:{user.pk}", limits.own_limits() if limits else {}),)
 
 
 # --- Sessions -------------------------------------------------------------------------
@@ -225,6 +237,7 @@ def user_principal(user: Any) -> Principal:
         allowed_models=None,
         label=user.get_username(),
         via="session",
+        quotas=_user_quota(user),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from django import forms
 from django.utils import timezone
 
-from apps.accounts.models import ApiKey, Scope, default_scopes
+from apps.accounts.models import LIMIT_FIELDS, ApiKey, Scope, default_scopes
 
 LIFETIMES = [("30", "30 days"), ("90", "90 days"), ("365", "a year"), ("", "until revoked")]
 
@@ -55,7 +55,7 @@ class AdminKeyForm(forms.ModelForm):
 
     class Meta:
         model = ApiKey
-        fields = ["name", "user", "scopes", "allowed_models", "expires_at"]
+        fields = ["name", "user", "scopes", "allowed_models", "expires_at", *LIMIT_FIELDS]
 
     def clean_allowed_models(self) -> list[str]:
         return split_names(self.cleaned_data["allowed_models"])

@@ -45,6 +45,50 @@ def validate_models(value: object) -> None:
         raise ValidationError("Allowed models must be a list of model names; empty allows all.")
 
 
+class Limited(models.Model):
+    """Limits of one key or user; empty means the default (``SLUICE_LIMIT_...``), 0 no limit."""
+
+    requests_per_minute = models.PositiveIntegerField(null=True, blank=True)
+    tokens_per_minute = models.PositiveBigIntegerField(null=True, blank=True)
+    concurrent_requests = models.PositiveIntegerField(null=True, blank=True)
+    max_tokens_per_request = models.PositiveIntegerField(null=True, blank=True)
+    tokens_per_day = models.PositiveBigIntegerField(null=True, blank=True)
+
+    class Meta:
+        abstract = True
+
+    def own_limits(self) -> dict[str, int | None]:
+        """By the names of :class:`apps.accounts.quota.Quota`."""
+        return {
+            "requests": self.requests_per_minute,
+            "tokens": self.tokens_per_minute,
+            "concurrent": self.concurrent_requests,
+            "max_tokens": self.max_tokens_per_request,
+            "day_tokens": self.tokens_per_day,
+        }
+
+
+LIMIT_FIELDS = [
+    "requests_per_minute",
+    "tokens_per_minute",
+    "concurrent_requests",
+    "max_tokens_per_request",
+    "tokens_per_day",
+]
+
+
+class UserLimits(Limited):
+    """Limits of a user, over all the user's keys and sessions together."""
+
+    user = models.OneToOneField(settings.AUTH_USER_MODEL, on_delete=models.CASCADE, related_name="limits")
+
+    class Meta:
+        verbose_name = verbose_name_plural = "user limits"
+
+    def __str__(self) -> str:
+        return f"limits of {self.user}"
+
+
 class ApiKeyQuerySet(models.QuerySet["ApiKey"]):
     def active(self) -> ApiKeyQuerySet:
         """Keys that would be accepted now: not revoked, not expired, of no disabled user."""
@@ -65,7 +109,7 @@ class ApiKeyQuerySet(models.QuerySet["ApiKey"]):
         return self.filter(stale, pk=pk).update(last_used=now)
 
 
-class ApiKey(models.Model):
+class ApiKey(Limited):
     """One API key. ``prefix`` is public and names it; the secret itself is never stored."""
 
     user = models.ForeignKey(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+import msgspec
+
+from apps.accounts.quota import Quota
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,7 @@ class Principal:
         allowed_models: aliases the caller may use; ``None`` for all.
         label: a name for people: user name, or key name with its prefix.
         via: ``key`` or ``session``: how the caller proved who it is.
+        quotas: what it may use: of the key, and of the user over all keys.
     """
 
     owner: str
@@ -30,6 +35,7 @@ class Principal:
     allowed_models: tuple[str, ...] | None
     label: str
     via: str = "key"
+    quotas: tuple[Quota, ...] = ()
 
     def may(self, scope: str) -> bool:
         """Whether the caller holds a scope; ``admin`` includes the others."""
@@ -44,7 +50,8 @@ class Principal:
         return self.owner == owner or "admin" in self.scopes
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "scopes": sorted(self.scopes)}
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**plain, "scopes": sorted(self.scopes), "quotas": msgspec.to_builtins(self.quotas)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Principal:
@@ -57,4 +64,5 @@ class Principal:
             allowed_models=None if models is None else tuple(models),
             label=data["label"],
             via=data["via"],
+            quotas=tuple(msgspec.convert(data.get("quotas", []), list[Quota])),
         )

@@ -7,7 +7,7 @@ Views, admin and commands call these and do nothing of the kind themselves.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, TextIO
 
@@ -47,8 +47,11 @@ def create_key(
     scopes: Sequence[str] | None = None,
     expires_at: datetime | None = None,
     allowed_models: Sequence[str] = (),
+    limits: Mapping[str, int | None] | None = None,
 ) -> CreatedKey:
     """Make a key for ``user`` (``None``: a service key).
+
+    ``limits`` are by the names of :data:`apps.accounts.models.LIMIT_FIELDS`.
 
     Raises:
         PermissionDenied: ``actor`` may not make keys for others, or asks for
@@ -72,6 +75,7 @@ def create_key(
         scopes=wanted,
         allowed_models=[m.strip() for m in allowed_models],
         expires_at=expires_at,
+        **(limits or {}),
     )
     key.full_clean()
     with transaction.atomic():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +17,9 @@ from django.utils import timezone
 from apps.accounts import keyformat, services
 from apps.accounts.auth import authenticate, flush, issue_ticket, origin_allowed, redeem_ticket, still_valid
 from apps.accounts.keycache import KeyCache, cache
-from apps.accounts.models import ApiKey, Ticket
+from apps.accounts.models import ApiKey, Ticket, UserLimits
 from apps.accounts.principal import Principal
+from apps.accounts.quota import Quota
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -71,7 +73,8 @@ async def test_key_names_its_bearer() -> None:
     user = await sync_to_async(make_user)()
     made = await make_key(user=user, allowed_models=["small"])
     principal = await authenticate(http(headers=bearer(made.secret)))
-    assert principal == Principal(
+    assert principal is not None
+    assert replace(principal, quotas=()) == Principal(
         f"key:{made.key.prefix}", user.pk, False, frozenset({"generate", "read"}), ("small",),
         f"test ({made.key.prefix})", "key",
     )  # fmt: skip
@@ -196,10 +199,10 @@ async def test_two_hundred_callers_share_one_lookup(django_assert_max_num_querie
     lookups = 0
     real = auth._find_key
 
-    def counted(prefix: str) -> ApiKey | None:
+    def counted(prefix: str, digest: str) -> Any:
         nonlocal lookups
         lookups += 1
-        return real(prefix)
+        return real(prefix, digest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auth, "_find_key", counted)
@@ -402,3 +405,18 @@ def test_origins(settings: Any) -> None:
     assert not allowed("http://evil.test", host=b"evil.test"), "a host that is not ours is nobody's origin"
     assert not allowed()
     assert origin_allowed(socket(), with_key=True)
+
+
+async def test_quotas_of_key_and_user() -> None:
+    user = await sync_to_async(make_user)()
+    made = await make_key(user=user, limits={"tokens_per_minute": 500})
+    await UserLimits.objects.acreate(user=user, concurrent_requests=2)
+    principal = await authenticate(http(headers=bearer(made.secret)))
+    assert principal is not None
+    assert principal.quotas == (
+        Quota(subject=f"key:{made.key.prefix}", tokens=500),
+        Quota(subject=f"user:{user.pk}", concurrent=2),
+    )
+    cookie, _ = await sync_to_async(signed_in)(user)
+    by_session = await authenticate(http("GET", {"Cookie": cookie}))
+    assert by_session is not None and by_session.quotas == principal.quotas[1:]

@@ -12,7 +12,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.utils import timezone
 
 from apps.accounts import keyformat, services
-from apps.accounts.models import ApiKey, Scope, default_scopes
+from apps.accounts.models import LIMIT_FIELDS, ApiKey, Scope, default_scopes
 
 
 class Command(BaseCommand):
@@ -30,6 +30,9 @@ class Command(BaseCommand):
         create.add_argument("--model", action="append", default=[], metavar="ALIAS",
                             help="allow this model only; may be repeated (default: all)")  # fmt: skip
         create.add_argument("--days", type=_days, help="valid for so many days (default: for ever)")
+        for name in LIMIT_FIELDS:
+            flag = f"--{name.replace('_', '-')}"
+            create.add_argument(flag, type=_limit, metavar="N", help="0 for no limit (default: the server's)")
         create.add_argument("--quiet", action="store_true", help="print the key and nothing else")
         listing = verbs.add_parser("list", help="show all keys, without their secrets")
         listing.add_argument("--user", metavar="NAME", help="only this user's")
@@ -46,7 +49,7 @@ class Command(BaseCommand):
             raise CommandError(str(e)) from None
 
     def _create(self, *, name: str, user: str | None, scope: list[str] | None, model: list[str],
-                days: float | None, quiet: bool, **_: Any) -> None:  # fmt: skip
+                days: float | None, quiet: bool, **rest: Any) -> None:  # fmt: skip
         owner = _user(user) if user else None
         expires = timezone.now() + timedelta(days=days) if days is not None else None
         made = services.create_key(None, name=name, user=owner, scopes=scope, expires_at=expires, allowed_models=model)
@@ -88,3 +91,10 @@ def _days(text: str) -> float:
     if not 0 < days <= 36500:
         raise argparse.ArgumentTypeError("must be more than 0 and at most 36500")
     return days
+
+
+def _limit(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= 2**31 - 1:
+        raise argparse.ArgumentTypeError("must be 0 or more, and below 2147483648")
+    return number
