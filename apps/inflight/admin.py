@@ -80,6 +80,7 @@ class InflightAdmin(admin.ModelAdmin):
             path("command/", wrap(require_POST(self.command_view)), name=f"{name}_command"),
             path("endings/", wrap(require_safe(self.endings_view)), name=f"{name}_endings"),
             path("health/", wrap(self.health_view), name=f"{name}_health"),
+            path("request/<str:object_id>/text/", wrap(require_POST(self.text_view)), name=f"{name}_text"),
             path("request/<str:object_id>/", wrap(require_safe(self.request_view)), name=f"{name}_change"),
         ]
 
@@ -115,7 +116,18 @@ class InflightAdmin(admin.ModelAdmin):
             request, "request", f"Request {object_id}"[:120],
             object_id=object_id, shown=shown, ending=ending, owner=name, timeline=events,
             live_url=f"{LIVE_URL}?{Query(q=object_id).encode()}" if view else "",
+            may_read=view is not None and request.user.has_perm("inflight.view_text"),  # type: ignore[union-attr]
             may_cancel=request.user.has_perm("inflight.cancel_request"),  # type: ignore[union-attr]
+            status=200 if found else 404,
+        )  # fmt: skip
+
+    @guarded("inflight.view_text")
+    def text_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """Prompt and answer, for those who may; a POST, so that no link or reload looks by accident."""
+        object_id = unquote(object_id)
+        found = async_to_sync(services.read_text)(request.user, source(), object_id)
+        return self.page(
+            request, "text", f"Text of {object_id}"[:120], found=found, object_id=object_id,
             status=200 if found else 404,
         )  # fmt: skip
 

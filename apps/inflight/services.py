@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 from asgiref.sync import sync_to_async
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.core.exceptions import PermissionDenied, SuspiciousOperation
@@ -14,6 +15,8 @@ from django.core.exceptions import PermissionDenied, SuspiciousOperation
 from apps.inflight.models import InflightRequest
 from apps.inflight.roster import Source, roster
 from inference.lifecycle import Reason
+from inference.messages import decode_frame, decode_job
+from sluice import runtime
 
 logger = logging.getLogger(__name__)
 
@@ -113,3 +116,43 @@ async def command(actor: Any, gateway: Any, kind: str, target: str, verb: str) -
         await sync_to_async(_log)(actor, [f"{kind} {target}"], f"Told to {verb}.")
         logger.info("an operator told %s %s to %s", kind, target, verb, extra={"event": "admin_command"})
     return heard
+
+
+MAX_TEXT = 20_000
+LOG_CHUNK = 1000
+
+
+class Text(NamedTuple):
+    """What is being asked and answered, each cut to its last :data:`MAX_TEXT` characters, and how it is sampled."""
+
+    prompt: str
+    answer: str
+    parameters: dict[str, Any]
+
+
+async def read_text(actor: Any, gateway: Any, request_id: str) -> Text | None:
+    """Prompt and answer of a request in flight; ``None`` where it is not alive. Every look is logged first.
+
+    Raises:
+        PermissionDenied: ``actor`` lacks ``inflight.view_text``.
+    """
+    await _require(actor, "inflight.view_text")
+    store = gateway.store
+    raw = await store.redis.call("HGET", store.keys.request(request_id), "job")
+    if raw is None:
+        return None
+    await sync_to_async(_log)(actor, [request_id], "Read its prompt and answer.")
+    logger.info("an operator read the text of %s", request_id, extra={"event": "admin_read_text"})
+    job = decode_job(raw)
+    answer: list[str] = []
+    after = 0
+    while frames := await store.read_log(request_id, after, LOG_CHUNK):
+        answer += [decode_frame(f).text for f in frames]
+        after += len(frames)
+    if job.prompt_text is not None:
+        prompt = job.prompt_text
+    else:
+        tokenizer = await runtime.tokenizer(job.model)
+        prompt = await runtime.offload(tokenizer.decode, job.prompt_ids, False)
+    parameters = {k: v for k, v in msgspec.to_builtins(job.params).items() if v not in (None, [], {})}
+    return Text(prompt[-MAX_TEXT:], "".join(answer)[-MAX_TEXT:], parameters)

@@ -65,7 +65,13 @@ class Bench:
         await self.store.redis.call("SADD", k.servers, SERVER)
 
     def submission(self, request_id: str, **extra: Any) -> Submission:
-        job = Job(request_id, extra.pop("model", "scripted"), [1, 2, 3], SamplingParams(max_tokens=50))
+        job = Job(
+            request_id,
+            extra.pop("model", "scripted"),
+            [1, 2, 3],
+            SamplingParams(max_tokens=50),
+            extra.pop("prompt_text", None),
+        )
         values: dict[str, Any] = {"endpoint": "chat", "transport": "sse", "owner": "user:1", "client": "10.0.0.9"}
         return Submission(job, **{**values, **extra})
 

@@ -15,8 +15,10 @@ from django.urls import reverse
 from apps.inflight import services
 from inference.errors import StoreUnavailable
 from inference.lifecycle import Reason
-from inference.messages import WorkerCommand, decode_worker_message
-from tests.apps.inflight.conftest import WORKER, Bench
+from inference.messages import Frame, WorkerCommand, decode_worker_message, encode
+from inference.store.store import Append
+from sluice import runtime
+from tests.apps.inflight.conftest import SERVER, WORKER, Bench
 
 CANCEL = reverse("admin:inflight_inflightrequest_cancel")
 COMMAND = reverse("admin:inflight_inflightrequest_command")
@@ -141,3 +143,45 @@ async def test_orders_to_workers_and_servers(bench: Bench, boss: AsyncClient, re
         assert (await boss.post(COMMAND, {**data, **bad, "confirmed": "yes"})).status_code == 400
     gone = await boss.post(COMMAND, {**data, "target": "w-nobody", "confirmed": "yes"})
     assert "is there to hear it" in await messages_of(boss, gone)
+
+
+def text_url(request_id: str) -> str:
+    return reverse("admin:inflight_inflightrequest_text", args=(request_id,))
+
+
+async def test_text_needs_a_permission_of_its_own_and_each_look_is_logged(
+    bench: Bench, boss: AsyncClient, browser_of: Callable[..., Any]
+) -> None:
+    await bench.submit("r1", prompt_text="<b>a secret question</b>")
+    await bench.claim()
+    frame = encode(Frame(1, [5], "the <i>answer"))
+    await bench.store.append(WORKER, [Append("r1", 1, 1, frame, 1, "", SERVER)], [])
+    operator = await browser_of("operator", "view_inflight", "cancel_request", "drain_server")
+    assert (await operator.post(text_url("r1"))).status_code == 403
+    assert (await boss.get(text_url("r1"))).status_code == 405
+    one = reverse("admin:inflight_inflightrequest_change", args=("r1",))
+    assert "Show prompt" not in (await operator.get(one)).content.decode()
+    assert "Show prompt" in (await boss.get(one)).content.decode()
+    assert await LogEntry.objects.acount() == 0
+    page = (await boss.post(text_url("r1"))).content.decode()
+    assert "&lt;b&gt;a secret question&lt;/b&gt;" in page and "the &lt;i&gt;answer" in page
+    entry = await LogEntry.objects.select_related("user").aget()
+    assert (entry.object_id, entry.change_message) == ("r1", "Read its prompt and answer.")
+    assert (await boss.post(text_url("gone"))).status_code == 404
+    assert await LogEntry.objects.acount() == 1
+
+
+async def test_prompt_of_token_ids_is_decoded(bench: Bench, boss: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tokenizer:
+        def decode(self, ids: list[int], skip_special: bool = True) -> str:
+            return f"{ids} {skip_special}"
+
+    async def tokenizer(alias: str) -> Tokenizer:
+        assert alias == "scripted"
+        return Tokenizer()
+
+    monkeypatch.setattr(runtime, "tokenizer", tokenizer)
+    await bench.submit("r1")
+    found = await services.read_text(boss.user, bench.gateway, "r1")  # type: ignore[attr-defined]
+    assert found is not None
+    assert (found.prompt, found.answer, found.parameters["max_tokens"]) == ("[1, 2, 3] False", "", 50)

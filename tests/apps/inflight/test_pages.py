@@ -211,7 +211,7 @@ async def test_who_may_see_what(bench: Bench, browser_of: Callable[..., Any]) ->
         assert (await no_rights.get(url)).status_code == 403
         page = await viewer.get(url)
         assert page.status_code == 200
-        for word in ("Cancel selected", "Cancel all", "Cancel this", ">drain<", ">quiet<"):
+        for word in ("Cancel selected", "Cancel all", "Cancel this", ">drain<", ">quiet<", "Show prompt"):
             assert word not in page.content.decode(), (url, word)
     for name in ("cancel", "command"):
         data = {"id": "r-1", "confirmed": "yes", "kind": "worker", "target": WORKER, "verb": "drain"}
