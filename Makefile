@@ -7,7 +7,7 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/platform
 MANAGE := $(PY) manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev model browser serve test test-upstream lint format bench soak mutants gpu-check clean
+.PHONY: help install install-dev model browser serve test test-upstream lint format bench bench-engine soak mutants gpu-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -55,8 +55,11 @@ soak: install-dev model ## hours of mixed load and faults, then the audit; ARGS=
 mutants: install-dev model ## break the code on purpose and see that a test fails
 	@exec $(PY) scripts/mutants.py $(ARGS)
 
-gpu-check: install-dev model ## the tests that need a CUDA device
-	@exec $(PY) -m pytest -m gpu $(ARGS)
+bench-engine: install-dev model ## tokens/s of the engine against the loop it is built on
+	@exec $(PY) benchmarks/bench_engine.py $(ARGS)
+
+gpu-check: install-dev model ## the checks that need a CUDA device; "skipped" where there is none
+	@exec $(PY) scripts/gpu_check.py $(ARGS)
 
 clean: ## remove environments and caches (not var/, not the model)
 	rm -rf .venv .venv-upstream .install.lock .mypy_cache .ruff_cache .pytest_cache .hypothesis

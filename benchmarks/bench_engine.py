@@ -3,7 +3,7 @@
 Everything in one process, same weights, same prompts, same lengths, measured in
 alternating rounds; printed as a table of medians and ratios::
 
-    python benchmarks/bench_engine.py --model DIR [--device cpu] [--dtype float32]
+    python benchmarks/bench_engine.py [--model DIR] [--device cpu] [--dtype float32]
 
 * ``bare``    transformers' continuous batching as it comes, streaming, tokens thrown away
 * ``static``  ``model.generate`` on one padded batch: no streaming, no late arrivals
@@ -22,15 +22,19 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from inference.config import Config
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from inference.config import DEFAULT_MODEL, Config, ModelSpec
 from inference.engine.base import EngineOutput
 from inference.engine.transformers import TransformersEngine
 from inference.engine.transformers.loading import greedy_config
 from inference.messages import Job, SamplingParams
+from inference.models.registry import resolve
 
 CONCURRENCY = (1, 8, 32)
 PROMPT_TOKENS = 48
@@ -237,7 +241,7 @@ def show(report: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="model folder")
+    parser.add_argument("--model", help="model folder; default: the fetched model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--length", type=int, default=48, help="tokens per answer")
@@ -246,6 +250,8 @@ def main() -> None:
     parser.add_argument("--cache-tokens", type=int, default=32768)
     parser.add_argument("--json", help="write the report to this file")
     options = parser.parse_args()
+    if options.model is None:
+        options.model = resolve(ModelSpec(DEFAULT_MODEL, "transformers", "default"), Config.from_env())
     report = asyncio.run(measure(options))
     show(report)
     if options.json:

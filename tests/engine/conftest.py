@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -19,6 +20,8 @@ from tests.engine.rig import Rig, write_tiny_model
 from tests.engine.upstream import Upstream
 
 CONTEXT = 1024
+DEVICE = os.environ.get("SLUICE_TEST_DEVICE", "cpu")
+"""Where the transformers engine runs; ``scripts/gpu_check.py`` sets it."""
 SLOTS = 4
 
 
@@ -59,7 +62,13 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(params=["scripted", "openai", "transformers"])
 async def kit(request: pytest.FixtureRequest) -> AsyncIterator[Kit]:
-    config = Config(max_running=SLOTS, cache_tokens=SLOTS * CONTEXT, context_length=CONTEXT, prefill_budget=256)
+    config = Config(
+        max_running=SLOTS,
+        cache_tokens=SLOTS * CONTEXT,
+        context_length=CONTEXT,
+        prefill_budget=256,
+        dtype="float32",
+    )
     async with AsyncExitStack() as stack:
         if request.param == "scripted":
             options = ScriptedOptions(context=CONTEXT, slots=SLOTS)
@@ -73,7 +82,7 @@ async def kit(request: pytest.FixtureRequest) -> AsyncIterator[Kit]:
             folder = Path(request.getfixturevalue("tiny_folder"))
             kit = Kit(
                 "transformers",
-                lambda: engine.TransformersEngine(str(folder), alias="alias", device="cpu", config=config),
+                lambda: engine.TransformersEngine(str(folder), alias="alias", device=DEVICE, config=config),
             )
         yield kit
         for rig in kit.rigs:

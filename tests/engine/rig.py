@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ PAD = 257
 VOCABULARY = 288
 """Width of the tiny model's logits; its tokenizer knows 258 ids: the bytes, EOS and a pad."""
 CONTEXT = 2048
+DEVICE = os.environ.get("SLUICE_TEST_DEVICE", "cpu")
+"""Where the engine runs; ``scripts/gpu_check.py`` sets it."""
 
 
 def write_tiny_model(folder: Path, *, layers: int = 2, seed: int = 7) -> str:
@@ -166,5 +169,5 @@ class Rig:
 
 
 def tiny_config(**changes: Any) -> Config:
-    """Small and quick: 8 slots, a cache for 4,096 tokens."""
-    return Config(**{"max_running": 8, "cache_tokens": 4096, "prefill_budget": 256, **changes})
+    """Small and quick: 8 slots, a cache for 4,096 tokens; float32 everywhere, for exact comparisons."""
+    return Config(**{"dtype": "float32", "max_running": 8, "cache_tokens": 4096, "prefill_budget": 256, **changes})

@@ -15,9 +15,10 @@ import torch
 from inference.config import Config
 from inference.engine.base import Engine
 from inference.engine.transformers import TransformersEngine
+from inference.engine.transformers.batching import SplitRunner
 from inference.errors import EngineDied, ModelUnavailable, Overloaded, TooLarge
 from inference.messages import Job
-from tests.engine.rig import CONTEXT, EOS, VOCABULARY, Answer, Rig, job, tiny_config, write_tiny_model
+from tests.engine.rig import CONTEXT, DEVICE, EOS, VOCABULARY, Answer, Rig, job, tiny_config, write_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ async def make_rig(folder: str) -> AsyncIterator[Callable[..., Any]]:
     rigs: list[Rig] = []
 
     async def make(**changes: Any) -> Rig:
-        engine = TransformersEngine(folder, alias="tiny", device="cpu", config=tiny_config(**changes))
+        engine = TransformersEngine(folder, alias="tiny", device=DEVICE, config=tiny_config(**changes))
         rigs.append(Rig(engine))
         return await rigs[-1].load()
 
@@ -368,6 +369,19 @@ async def test_wf_04_mixed_parameters_do_not_leak(rig: Rig) -> None:
     assert not rig.death.done()
 
 
+async def test_sampling_outside_of_the_captured_forward_pass_is_the_same(make_rig: Callable[..., Any]) -> None:
+    """What CUDA graphs need, without CUDA: the forward pass leaves logits behind, sampling comes after."""
+    choose = random.Random(8)
+    jobs = [job(f"j{n}", [97 + n % 5] * choose.choice([1, 50, 400]), **random_params(choose)) for n in range(40)]
+    plain, split = await make_rig(prefill_budget=64), await make_rig(prefill_budget=64)
+    processor = split.engine._manager.batch_processor
+    processor.model_runner = SplitRunner(processor.model_runner, 8, VOCABULARY, torch.device(DEVICE))
+    expected = await plain.run_all(jobs)
+    for one, other in zip(expected, await split.run_all(jobs), strict=True):
+        assert one.ids == other.ids and one.finish == other.finish
+        assert [e.token_id for e in one.logprobs] == [e.token_id for e in other.logprobs]
+
+
 async def test_one_sink_call_per_step(rig: Rig) -> None:
     answers = [rig.submit(job(f"a{i}", max_tokens=30, ignore_eos=True)) for i in range(8)]
     for answer in answers:
@@ -505,7 +519,7 @@ async def test_an_error_of_one_request_leaves_the_others(rig: Rig) -> None:
 
 async def test_close_is_idempotent_and_leaves_no_thread(folder: str) -> None:
     before = set(threading.enumerate())
-    engine = TransformersEngine(folder, alias="tiny", device="cpu", config=tiny_config())
+    engine = TransformersEngine(folder, alias="tiny", device=DEVICE, config=tiny_config())
     rig = await Rig(engine).load()
     answer = rig.submit(job("a", max_tokens=1000, ignore_eos=True))
     await answer.tokens(2)
@@ -532,7 +546,7 @@ async def test_damaged_models_are_named(tmp_path: Path, damage: str) -> None:
             weights.write_bytes(weights.read_bytes()[:1000])
         else:
             (folder / "config.json").write_text("{")
-    engine = TransformersEngine(str(folder), alias="tiny", device="cpu", config=tiny_config())
+    engine = TransformersEngine(str(folder), alias="tiny", device=DEVICE, config=tiny_config())
     with pytest.raises(ModelUnavailable, match="model"):
         await Rig(engine).load()
 
@@ -540,7 +554,7 @@ async def test_damaged_models_are_named(tmp_path: Path, damage: str) -> None:
 async def test_a_cache_without_room_is_named(folder: str) -> None:
     config = tiny_config(cache_tokens=2**34)
     with pytest.raises(ModelUnavailable, match="no room"):
-        await Rig(TransformersEngine(folder, alias="tiny", device="cpu", config=config)).load()
+        await Rig(TransformersEngine(folder, alias="tiny", device=DEVICE, config=config)).load()
 
 
 async def test_context_length_can_be_lowered(make_rig: Callable[..., Any]) -> None:
@@ -558,6 +572,6 @@ async def test_one_slot_is_enough(make_rig: Callable[..., Any]) -> None:
 
 
 async def test_the_cache_is_sized_unasked(folder: str) -> None:
-    rig = await Rig(TransformersEngine(folder, alias="tiny", device="cpu", config=Config(max_running=4))).load()
+    rig = await Rig(TransformersEngine(folder, alias="tiny", device=DEVICE, config=Config(max_running=4))).load()
     assert rig.info.capacity_tokens == 4 * CONTEXT
     await rig.engine.close()
