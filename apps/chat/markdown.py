@@ -28,11 +28,20 @@ from pygments.util import ClassNotFound
 HIGHLIGHT_LIMIT = 60_000
 """Longest code, in characters, that is highlighted; longer code is shown plain."""
 
-_TAGS = (
-    {"p", "br", "hr", "strong", "em", "s", "del", "code", "pre", "span", "a"}
-    | {"blockquote", "ul", "ol", "li", "table", "thead", "tbody", "tr", "th", "td"}
-    | {f"h{level}" for level in range(1, 7)}
-)
+_TAGS = {"p", "br", "hr", "strong", "em", "s", "del", "code", "pre", "span", "a"} | {
+    "blockquote",
+    "ul",
+    "ol",
+    "li",
+    "table",
+    "thead",
+    "tbody",
+    "tr",
+    "th",
+    "td",
+    "h3",
+    "h4",
+}
 _CLEANER = nh3.Cleaner(
     tags=_TAGS,
     attributes={
@@ -66,6 +75,16 @@ class _Renderer(RendererHTML):
         source = str(token.attrs.get("src", ""))
         label = self.renderInlineAsText(token.children or [], options, env) or source
         return f'<a href="{escape(source)}">{escape(label)}</a>'
+
+    def _heading(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
+        # Below the page's own h1 and each message's h2; the answer's marks say only big or small.
+        inline = tokens[idx + tokens[idx].nesting]
+        level = "h3" if tokens[idx].tag in ("h1", "h2") else "h4"
+        tokens[idx].tag = level if inline.content else "p"
+        return self.renderToken(tokens, idx, options, env)
+
+    heading_open = _heading
+    heading_close = _heading
 
     def _cell(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
         token = tokens[idx]

@@ -14,7 +14,7 @@ from typing import Any
 
 import redis
 
-from inference.embedded import EmbeddedValkey
+from inference.embedded import find_binary
 from inference.keys import Keys
 from inference.messages import WorkerBeat, decode_worker_beat
 from tests.conftest import ROOT
@@ -32,13 +32,14 @@ class Site:
         self.folder = folder
         self.port = find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.valkey = EmbeddedValkey()
-        self.valkey.start()
+        self.redis_port = find_free_port()
+        self.redis_url = f"redis://127.0.0.1:{self.redis_port}"
+        self.valkey: subprocess.Popen[bytes] | None = None
         self.keys = Keys()
         self.env = {
             **{k: v for k, v in os.environ.items() if k != "DATABASE_URL"},
             "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}",
-            "REDIS_URL": self.valkey.url,
+            "REDIS_URL": self.redis_url,
             "SLUICE_MODELS": f"{MODEL}=scripted:{target}",
             "SLUICE_VAR_DIR": str(folder),
             "SLUICE_DEBUG": "1",
@@ -77,6 +78,7 @@ class Site:
         return (self.folder / f"{name}.log").read_text()
 
     def start(self, *, pool: bool = True) -> Site:
+        self.start_redis()
         self.start_server()
         if pool:
             self.start_pool()
@@ -88,6 +90,24 @@ class Site:
             if process is not None and process.poll() is not None:
                 raise RuntimeError(f"the {name} has ended:\n{self.log(name)[-2000:]}")
         return self.status("/readyz") == 200
+
+    def start_redis(self) -> None:
+        """Empty, as after a restart without persistence."""
+        command = [find_binary(), "--port", str(self.redis_port), "--bind", "127.0.0.1", "--save", "", "--dir"]
+        self.valkey = subprocess.Popen([*command, str(self.folder)], stdout=subprocess.DEVNULL)
+        eventually_sync(self._answers, 10, what="Valkey answers")
+
+    def _answers(self) -> bool:
+        try:
+            with self.redis() as client:
+                return bool(client.ping())
+        except redis.ConnectionError:
+            return False
+
+    def stop_redis(self) -> None:
+        if self.valkey is not None:
+            self.valkey.kill()
+            self.valkey.wait()
 
     def start_server(self) -> None:
         self.server = self._spawn("server", "serve", "--port", str(self.port))
@@ -112,14 +132,14 @@ class Site:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-        self.valkey.stop()
+        self.stop_redis()
         for log in self._logs:
             log.close()
 
     # --- what Redis and the workers say -------------------------------------------------------
 
     def redis(self) -> redis.Redis:
-        return redis.Redis.from_url(self.valkey.url)
+        return redis.Redis.from_url(self.redis_url)
 
     def live(self) -> int:
         """Requests that have not ended."""

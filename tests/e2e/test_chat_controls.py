@@ -178,6 +178,7 @@ def test_answers_go_on_while_another_conversation_is_shown(page: Any) -> None:
     say(page, "Short.", "Short one")
     wait_text(page, "Short.")
     page.locator(".row-item", has_text="Long one").first.locator("a").click()
+    wait_text(page, "alpha0")
     wait_done(page)
     assert answer_text(page) == text
 
@@ -210,7 +211,13 @@ def test_another_users_conversation_is_not_there(contexts: Callable[..., Any], s
     assert "secret" not in stranger.content()
 
 
-def test_signed_out_elsewhere_leads_to_the_sign_in_page(page: Any) -> None:
-    page.context.clear_cookies()
+def test_signed_out_elsewhere_leads_to_the_sign_in_page(contexts: Callable[..., Any], site: Site) -> None:
+    site.add_user("grace")
+    context = contexts(site, "grace")
+    page = open_chat(context)
+    other = open_chat(context)
+    other.click(".account")
+    other.click("#logout button")
+    other.wait_for_url("**/login/**")
     ask(page, "Hello")
     page.wait_for_url("**/login/**")

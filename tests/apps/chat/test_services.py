@@ -84,7 +84,7 @@ def test_continue_goes_on_in_the_same_message(user: Any) -> None:
     assert more.continues and more.answer.id == turn.answer.id and more.answer.text == "one two"
     assert services.prompt_messages(more)[-1] == {"role": "assistant", "content": "one two"}
     end(more, "one two three")
-    with pytest.raises(ChatError, match="only an answer that was cut|Only an answer that was cut"):
+    with pytest.raises(ChatError, match="Only an answer that was cut"):
         start(user, "continue", message=turn.answer.id)
 
 

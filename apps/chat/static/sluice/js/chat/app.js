@@ -372,6 +372,9 @@ document.addEventListener("keydown", (event) => {
     else if (current()) stop();
   }
 });
+document.addEventListener("click", (event) => {
+  event.target.closest("[data-close]")?.closest("dialog").close("cancel");
+});
 addEventListener("popstate", () => {
   const id = location.pathname.match(/^\/c\/([0-9a-f-]+)\/$/)?.[1];
   if (id) open(id, false);

@@ -24,7 +24,7 @@ export class MessageView {
       this.content.textContent = data.text;
       return;
     }
-    this.element.querySelector("h3").textContent = `Answer${data.model ? ` of ${data.model}` : ""}`;
+    this.element.querySelector("h2").textContent = `Answer${data.model ? ` of ${data.model}` : ""}`;
     if (data.content) applyContent(this.content, data.content);
     this.element.classList.toggle("live", data.state === "streaming");
     this.element.classList.toggle("failed", data.state === "failed");
