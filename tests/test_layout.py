@@ -18,7 +18,7 @@ def python(code: str, **env: str) -> str:
         env={**clean, **env},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
