@@ -59,11 +59,10 @@ class Reaper:
 
     async def reap(self) -> None:
         """One round."""
-        began = time.monotonic()
         (_, dead_servers), (_, dead_workers), (_, dead_pools) = await asyncio.gather(
             self._views.alive("servers"), self._views.alive("workers"), self._views.alive("pools")
         )
-        if self._judge(began):
+        if self._judge():
             for server in dead_servers:
                 await self.dead_server(server)
             for worker in dead_workers:
@@ -73,7 +72,7 @@ class Reaper:
         await self._expired()
         await self._repair()
 
-    def _judge(self, asked: float) -> bool:
+    def _judge(self) -> bool:
         """Whether a missing heartbeat means a dead process.
 
         While Redis is away or stands still, nobody can beat and every heartbeat
@@ -81,7 +80,7 @@ class Reaper:
         """
         config = self._store.config
         slack = config.heartbeat_ttl - config.heartbeat_interval - config.reap_interval
-        if time.monotonic() - asked > max(slack, 0.1):
+        if self._store.redis.take_longest() > max(slack, 0.1):
             self._distrust()
         return time.monotonic() >= self._trust_from
 

@@ -69,6 +69,7 @@ class Commander:
         self._closing = False
         self.down_since: float | None = None
         """``time.monotonic()`` at which the first failed round trip since the last success began, or ``None``."""
+        self._longest = 0.0
         self.round_trips = 0
         self.commands = 0
         self.errors = 0
@@ -108,6 +109,11 @@ class Commander:
         """Seconds for which Redis has not answered; 0 while it does."""
         return 0.0 if self.down_since is None else time.monotonic() - self.down_since
 
+    def take_longest(self) -> float:
+        """Seconds of the longest round trip, answered or not, since this was asked last."""
+        longest, self._longest = self._longest, 0.0
+        return longest
+
     async def _run(self) -> None:
         backoff = _FIRST_BACKOFF
         while True:
@@ -128,6 +134,7 @@ class Commander:
                 if not self._closing:
                     await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, _LAST_BACKOFF)
+            self._longest = max(self._longest, time.monotonic() - began)
             if self._closing:
                 self._wake.set()
         await self._disconnect()

@@ -256,7 +256,7 @@ async def test_engine_error_of_one_request(rig: Rig) -> None:
     bad = await Call.begin(rig, server, "sse-chat", 60, prompt="[[error@5]]")
     reply = await bad.finish()
     assert reply.error is not None and not reply.done and reply.finish is None
-    assert all((await c.finish()).done for c in healthy)
+    assert all([(await c.finish()).done for c in healthy])
     await rig.quiet()
     assert (await rig.ending(bad.id)).reason == "engine_error"
     assert rig.aborts_of(bad.id) == 0
@@ -270,7 +270,7 @@ async def test_pool_that_cannot_start_its_workers(make_rig: MakeRig) -> None:
     server = await server_task
     good.signal(signal.SIGTERM)
     await good.wait()
-    rig.spawn("runworker", SLUICE_MODELS="scripted=/nowhere/at/all", SLUICE_DTYPE="float32")
+    rig.spawn("runworker", SLUICE_MODELS="scripted=scripted:rate=-1")
 
     async def broken() -> bool:
         return any(p.broken for p in await rig.views.pools())
@@ -301,7 +301,7 @@ async def test_server_sigkill_cancels_and_keeps_the_resumable(rig: Rig, timing: 
     await eventually(reaped, TTL + 10, what="only the resumable one is left")
     timing("server SIGKILL: its plain requests are cancelled", time.monotonic() - began, TTL + REAP + 1 + SLACK)
     await eventually(lambda: _held(rig, 1), 5, what="their slots are free")
-    assert all((await rig.ending(c.id)).reason == "client_gone" for c in plain)
+    assert all([(await rig.ending(c.id)).reason == "client_gone" for c in plain])
     assert all(rig.aborts_of(c.id) == 1 for c in plain)
     seen = kept.reply.text
     text, done = await _attach(other, kept.id, 0)
@@ -368,7 +368,7 @@ async def test_server_sigterm_drains(rig: Rig, timing: Timing) -> None:
     assert await server.process.wait() == 0
     timing("server SIGTERM: it has drained (deadline 2 s) and left", time.monotonic() - began, 2 + 5 + SLACK)
     await rig.quiet()
-    assert all((await rig.ending(c.id)).reason == "shutdown" for c in long)
+    assert all([(await rig.ending(c.id)).reason == "shutdown" for c in long])
     assert not await rig.views.servers(), "it has taken its heartbeat along"
 
 

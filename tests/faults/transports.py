@@ -114,12 +114,15 @@ class Call:
             return await self.reading()
 
     async def _read(self) -> Reply:
-        if self.socket is not None:
-            await self._read_socket(self.socket)
-        elif self.kind == "json-chat":
-            await self._read_json()
-        else:
-            await self._read_events()
+        try:
+            if self.socket is not None:
+                await self._read_socket(self.socket)
+            elif self.kind == "json-chat":
+                await self._read_json()
+            else:
+                await self._read_events()
+        except (OSError, asyncio.IncompleteReadError):
+            self.reply.error = {"code": "connection_lost"}
         return self.reply
 
     async def _read_socket(self, socket: ClientConnection) -> None:
