@@ -56,7 +56,7 @@ mutants: install-dev model ## break the code on purpose and see that a test fail
 	@exec $(PY) scripts/mutants.py $(ARGS)
 
 bench-engine: install-dev model ## tokens/s of the engine against the loop it is built on
-	@exec $(PY) benchmarks/bench_engine.py $(ARGS)
+	@exec $(PY) -m benchmarks.bench_engine $(ARGS)
 
 gpu-check: install-dev model ## the checks that need a CUDA device; "skipped" where there is none
 	@exec $(PY) scripts/gpu_check.py $(ARGS)

@@ -182,9 +182,8 @@ def bench(check: Check) -> str:
     if check.model is None:
         raise Skipped("no model folder; manage.py fetchmodel brings one")
     done = subprocess.run(
-        [sys.executable, "benchmarks/bench_engine.py", "--model", check.model, "--device", check.device],
+        [sys.executable, "-m", "benchmarks.bench_engine", "--model", check.model, "--device", check.device],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=check.left(),
