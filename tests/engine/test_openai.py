@@ -141,6 +141,7 @@ async def test_unusual_line_separators_stay_within_their_event(rig: Rig) -> None
         ("[status 500]", "answered 500", 0),
         ("[break 0]", "broke", 0),
         ("[break 3]", "broke", 3),
+        ("[cut 3]", "broke off the answer", 3),
         ("[garbage 3]", "no answer", 3),
         ("[error 3]", "failed while answering", 3),
     ],
@@ -189,6 +190,20 @@ async def test_abort_closes_the_upstreams_connection(rig: Rig, upstream: Upstrea
     rig.engine.abort("r1")
     await upstream.wait(lambda: upstream.broken_off == 1 and upstream.streaming == 0)
     assert answer.finish is None
+
+
+async def test_abort_at_any_turn_of_the_loop_is_silent_from_then_on(rig: Rig) -> None:
+    """Also between a chunk's arrival and the step that would carry it."""
+    seen: list[tuple[Answer, int]] = []
+    for turns in range(0, 200, 3):
+        answer = rig.submit(job(f"r{turns}", "hi"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        rig.engine.abort(f"r{turns}")
+        seen.append((answer, len(answer.outputs)))
+    await rig.run(job("last", "hi"))
+    assert [len(answer.outputs) for answer, _ in seen] == [count for _, count in seen]
+    assert any(count for _, count in seen), "some had begun"
 
 
 async def test_close_closes_all_connections(rig: Rig, upstream: Upstream) -> None:

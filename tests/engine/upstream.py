@@ -1,7 +1,7 @@
 """A small server that speaks as much of the OpenAI protocol as an engine needs.
 
 What it does is asked for in the prompt: ``[status 500]``, ``[break 3]``, ``[garbage 3]``,
-``[error 3]``, ``[tools]``, ``[slow]``, ``[separator]``; otherwise it streams words.
+``[error 3]``, ``[cut 3]``, ``[tools]``, ``[slow]``, ``[separator]``; otherwise it streams words.
 """
 
 from __future__ import annotations
@@ -126,7 +126,12 @@ class Upstream:
             return
         count = 0
         for word in self.words(prompt, most):
-            if marks.get("break") == count or marks.get("garbage") == count or marks.get("error") == count:
+            if (
+                marks.get("break") == count
+                or marks.get("garbage") == count
+                or marks.get("error") == count
+                or marks.get("cut") == count
+            ):
                 if "garbage" in marks:
                     await self._raw(writer, b"data: <html>\n\n")
                 elif "error" in marks:
