@@ -137,7 +137,8 @@ def code_lines(code: str, lang: str) -> list[str]:
 
 
 def code_html(code: str, lang: str) -> str:
-    body = "\n".join(f'<span class="line">{line}</span>' for line in code_lines(code, lang))
+    # Lines are blocks of the page's style: a browser lays out again only those that change.
+    body = "".join(f'<span class="line">{line or chr(10)}</span>' for line in code_lines(code, lang))
     return f'<pre class="code" data-lang="{escape(lang)}"><code>{body}</code></pre>'
 
 

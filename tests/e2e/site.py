@@ -28,8 +28,16 @@ START_SECONDS = 60
 class Site:
     """Processes and what is asked of them. ``target`` are the scripted engine's options."""
 
-    def __init__(self, folder: Path, *, target: str = "rate=60,say=1,faults=1,context=40000", **env: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        target: str = "rate=60,say=1,faults=1,context=40000",
+        start_seconds: float = START_SECONDS,
+        **env: str,
+    ) -> None:
         self.folder = folder
+        self.start_seconds = start_seconds
         self.port = find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.redis_port = find_free_port()
@@ -82,7 +90,7 @@ class Site:
         self.start_server()
         if pool:
             self.start_pool()
-        eventually_sync(self._up, START_SECONDS, what="the site is ready")
+        eventually_sync(self._up, self.start_seconds, what="the site is ready")
         return self
 
     def _up(self) -> bool:

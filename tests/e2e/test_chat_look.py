@@ -116,6 +116,21 @@ def test_a_frame_takes_less_than_16_ms_in_a_long_answer(
     assert p95 < FRAME_BUDGET_MS
 
 
+def test_code_is_copied_as_it_was_written(page: Any) -> None:
+    code = "def f():\n\n    return 1\n"
+    say(page, f"```python\n{code}```")
+    wait_done(page)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    last_answer(page).locator(".copy-code").click()
+    page.wait_for_function("() => document.querySelector('.copy-code').textContent === 'Copied'")
+    assert page.evaluate("navigator.clipboard.readText()") == code
+    selected = page.evaluate(
+        "() => { getSelection().selectAllChildren(document.querySelector('.answer code'));"
+        " return getSelection().toString(); }"
+    )
+    assert selected.strip() == code.strip()
+
+
 def test_reader_who_scrolls_up_is_left_alone(page: Any) -> None:
     say(page, "\n\n".join(f"Line {n}." for n in range(60)))
     wait_text(page, "Line 30.")

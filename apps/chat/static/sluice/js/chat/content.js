@@ -70,16 +70,15 @@ function setCode(block, lang, start, lines) {
   block.querySelector(".lang").textContent = lang || "text";
   block.querySelector("pre").setAttribute("aria-label", lang ? `Code, ${lang}` : "Code");
   const code = block.querySelector("code");
-  // Each line is a span, and all but the last end with a line break of their own.
+  // Each line is a span of its own, laid out as a block: what is there already costs nothing.
+  // An empty one holds a line break, or it would be lost where text is selected and copied.
   while (code.childElementCount > start) code.lastElementChild.remove();
-  if (start > 0 && lines.length) ensureBreak(code.lastElementChild);
   const template = document.createElement("template");
-  template.innerHTML = lines.map((line) => `<span class="line">${line}</span>`).join("");
-  const fresh = template.content.children;
-  for (let i = 0; i < fresh.length - 1; i += 1) ensureBreak(fresh[i]);
+  template.innerHTML = lines.map((line) => `<span class="line">${line || "\n"}</span>`).join("");
   code.append(template.content);
 }
 
-function ensureBreak(line) {
-  if (line && line.lastChild?.nodeValue !== "\n") line.append("\n");
+/** The text of a code element. */
+export function codeText(code) {
+  return Array.from(code.children, (line) => line.textContent.replace("\n", "")).join("\n") + "\n";
 }

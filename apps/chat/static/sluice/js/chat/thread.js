@@ -1,6 +1,6 @@
 /** The messages of the shown branch, and the scrolling of the thread. */
 
-import { applyContent } from "./content.js";
+import { applyContent, codeText } from "./content.js";
 import { $, copyText, stamp } from "./dom.js";
 
 const NEAR_END = 48;
@@ -82,7 +82,7 @@ export class MessageView {
     const act = button.dataset.act;
     const { data } = this;
     if (act === "copy") copyText(data.text, button);
-    else if (act === "copy-code") copyText(button.closest(".codeblock").querySelector("code").textContent, button);
+    else if (act === "copy-code") copyText(codeText(button.closest(".codeblock").querySelector("code")), button);
     else if (act === "previous" || act === "next") {
       const siblings = data.siblings ?? [];
       const other = siblings[siblings.indexOf(data.id) + (act === "next" ? 1 : -1)];
