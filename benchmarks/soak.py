@@ -292,6 +292,8 @@ class Soak:
 
 async def run(args: argparse.Namespace) -> bool:
     """The whole soak; true where every line of its table holds."""
+    if args.quick:
+        args.requests, args.clients = 600, 16
     settings = {
         "SLUICE_MODELS": "scripted=scripted:rate=200,prefill=0.5,faults=1,context=20000,slots=12",
         "SLUICE_HISTORY_SIZE": 10_000_000,
@@ -328,8 +330,8 @@ async def _explain(rig: Rig) -> None:
         print(view)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point of ``make soak``."""
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="soak", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--minutes", type=float, default=0.0, help="go on for at least so long")
@@ -337,9 +339,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--calm", type=float, default=1.0, help="stretch the time between faults")
     parser.add_argument("--quick", action="store_true", help="about a minute: 600 requests")
-    args = parser.parse_args(argv)
-    if args.quick:
-        args.requests, args.clients = 600, 16
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of ``make soak``."""
+    args = arguments().parse_args(argv)
     return 0 if asyncio.run(run(args)) else 1
 
 

@@ -1,0 +1,314 @@
+"""Lost replies, late commands and dead tasks, forced at the one call where they matter.
+
+Each test says what happened before the code it guards was there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import redis.asyncio as redis_async
+
+from inference.errors import StoreUnavailable
+from inference.gateway import RequestEnded
+from inference.gateway.stream import RequestStream
+from inference.lifecycle import Outcome, Reason
+from inference.messages import Frame, encode
+from inference.redisio import Commander
+from tests.core.conftest import Deploy, read, spec
+from tests.support import eventually
+
+
+async def test_a_claim_whose_reply_is_lost(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the search for strays the request named a living worker that knew nothing of it, until its deadline."""
+    deployment = deploy()
+    gateway, worker = await deployment.both()
+    claim = worker.store.claim
+    lost = 0
+
+    async def lossy(*args: Any) -> Any:
+        nonlocal lost
+        claims = await claim(*args)
+        if claims and not lost:
+            lost += 1
+            raise StoreUnavailable("the reply was lost")
+        return claims
+
+    monkeypatch.setattr(worker.store, "claim", lossy)
+    async with gateway.request(spec(6)) as stream:
+        frames = await asyncio.wait_for(read(stream), 10)
+    assert lost == 1 and sum(len(f.ids) for f in frames) == 6
+    await deployment.clean(gateway)
+    assert deployment.endings[0].attempts == 2
+
+
+async def test_a_submit_that_arrives_after_its_settle(deploy: Deploy) -> None:
+    """Without the search for strays the record stayed until its deadline, and a worker generated for nobody."""
+    deployment = deploy()
+    gateway, _ = await deployment.both()
+    late = spec(4000)
+    assert await gateway.store.settle(late.job.id, Outcome.cancelled(Reason.CLIENT_GONE)) is None
+    await gateway.store.submit(late, server=gateway.id, slots=8)
+    await eventually(lambda: gateway.views.view(late.job.id), what="it is there")
+    await deployment.clean(gateway)
+    assert [e.reason for e in deployment.endings] == ["client_gone"]
+
+
+async def test_settling_goes_on_until_redis_answers(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the settler's retries the record stayed."""
+    deployment = deploy()
+    gateway, _ = await deployment.both()
+    settle = gateway.store.settle
+    failures = 3
+
+    async def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise StoreUnavailable("not now")
+        return await settle(*args, **kwargs)
+
+    monkeypatch.setattr(gateway.settler._store, "settle", failing)
+    async with gateway.request(spec(4)) as stream:
+        await read(stream)
+    await gateway.settler.wait_empty()
+    assert gateway.settler.retries == 3 and len(deployment.endings) == 1
+    await deployment.clean(gateway)
+
+
+async def test_settling_outlives_a_task_that_is_cancelled_again_and_again(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cleanup awaited in the client's own task was cut short by its second cancellation."""
+    deployment = deploy()
+    gateway, _ = await deployment.both()
+    settle = gateway.store.settle
+    entered, go = asyncio.Event(), asyncio.Event()
+
+    async def slow(*args: Any, **kwargs: Any) -> Any:
+        entered.set()
+        await go.wait()
+        return await settle(*args, **kwargs)
+
+    monkeypatch.setattr(gateway.store, "settle", slow)
+
+    async def serve() -> None:
+        async with gateway.request(spec(4000)) as stream:
+            while True:
+                await stream.next()
+
+    task = asyncio.create_task(serve())
+    await eventually(lambda: gateway.open_ids() and gateway.streams()[0].received > 1)
+    for _ in range(5):
+        task.cancel()
+        await asyncio.wait([task], timeout=0.05)
+    await asyncio.wait_for(entered.wait(), 5)
+    go.set()
+    await deployment.clean(gateway)
+    assert [e.reason for e in deployment.endings] == ["client_gone"]
+
+
+async def test_a_log_that_cannot_be_read_is_read_again(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single failed read used to end the stream, although the outage was over at once."""
+    deployment = deploy(models="scripted=scripted:rate=100")
+    gateway, _ = await deployment.both()
+    async with gateway.request(spec(60)) as stream:
+        await stream.next()
+        original, failures = stream._read_log, 2
+
+        async def failing(*args: Any) -> Any:
+            nonlocal failures
+            if failures:
+                failures -= 1
+                raise StoreUnavailable("gone for a moment")
+            return await original(*args)
+
+        monkeypatch.setattr(stream, "_read_log", failing)
+        stream.resync()
+        frames = await read(stream)
+    assert failures == 0 and frames[-1].seq == 60
+    assert [f.seq for f in frames] == list(range(frames[0].seq, 61))
+    await deployment.clean(gateway)
+
+
+async def test_the_fast_path_overtakes_a_read_of_the_log() -> None:
+    """Frames that came both ways were delivered twice."""
+    frames = [encode(Frame(n, [n], f"t{n}")) for n in range(1, 5)]
+    asked, go = asyncio.Event(), asyncio.Event()
+
+    async def slow(request_id: str, after: int, limit: int) -> list[bytes]:
+        asked.set()
+        await go.wait()
+        return frames[after:3]
+
+    stream = RequestStream("r", None, read_log=slow, buffer=16, attached=True)
+    reading = asyncio.create_task(stream.next())
+    await asked.wait()
+    stream.feed(1, frames[0])
+    stream.feed(1, frames[1])
+    go.set()
+    seen = [f.seq for f in await reading]
+    stream.feed(1, frames[3])
+    seen += [f.seq for f in await stream.next()]
+    assert seen == [1, 2, 3, 4]
+
+
+async def test_messages_lost_all_along(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the hub's bounded poll a stream whose messages are lost hangs for ever."""
+    deployment = deploy(models="scripted=scripted:rate=200")
+    gateway, _ = await deployment.both()
+    monkeypatch.setattr(gateway._hub._subscriber, "_on_message", lambda channel, data: None)
+    async with gateway.request(spec(50)) as stream:
+        frames = await asyncio.wait_for(read(stream), 20)
+    assert sum(len(f.ids) for f in frames) == 50
+    assert await gateway.cancel("r-unknown", Reason.ADMIN) is None
+    with pytest.raises(RequestEnded) as caught:
+        async with gateway.request(spec(4000)) as stream:
+            await stream.next()
+            await gateway.cancel(stream.id, Reason.ADMIN)
+            while True:
+                await asyncio.wait_for(stream.next(), 20)
+    assert caught.value.outcome.reason is Reason.ADMIN, "what the lost message said is in the history"
+    await deployment.clean(gateway)
+
+
+async def test_aborts_lost(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the worker's periodic check it decodes to the token limit for nobody."""
+    deployment = deploy(models="scripted=scripted:rate=200,context=1000000")
+    gateway, worker = await deployment.both()
+    monkeypatch.setattr(worker._subscriber, "_on_message", lambda channel, data: None)
+    async with gateway.request(spec(900_000)) as stream:
+        await asyncio.wait_for(stream.next(), 10)
+    await deployment.clean(gateway)
+
+
+async def test_an_outbox_that_fails_ends_the_worker(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose frames go nowhere used to live on, and its streams hung."""
+    deployment = deploy()
+    gateway, worker = await deployment.both()
+
+    async def broken(*args: Any) -> Any:
+        raise RuntimeError("no frame leaves")
+
+    monkeypatch.setattr(worker.store, "append", broken)
+    async with gateway.request(spec(20, timeout=2)) as stream:
+        await eventually(lambda: worker.fatal)  # type: ignore[attr-defined]
+        await eventually(lambda: gateway.views.view(stream.id))
+    monkeypatch.undo()
+    await gateway.settler.wait_empty()
+
+
+async def test_a_full_redis_is_an_outage(deploy: Deploy, redis: redis_async.Redis) -> None:
+    """Out of memory refuses writes: they are repeated when it passes, and nothing dies of it."""
+    deployment = deploy(models="scripted=scripted:rate=100")
+    gateway, worker = await deployment.both()
+    async with gateway.request(spec(100)) as stream:
+        await stream.next()
+        await redis.config_set("maxmemory", "1")
+        try:
+            await eventually(lambda: worker.redis.errors, what="writes are refused")
+        finally:
+            await redis.config_set("maxmemory", "0")
+        frames = await asyncio.wait_for(read(stream), 20)
+    assert frames[-1].seq == 100 and not worker.fatal  # type: ignore[attr-defined]
+    await deployment.clean(gateway)
+
+
+async def test_lc_10_no_task_is_left(deploy: Deploy) -> None:
+    """32 streams of mixed lengths at once: no text crosses over, and no task stays."""
+    deployment = deploy(models="scripted=scripted:rate=0")
+    gateway, _ = await deployment.both()
+    lengths = [1 + (i * 37) % 300 for i in range(32)]
+    before = {t.get_name() for t in asyncio.all_tasks()}
+
+    async def one(number: int) -> list[int]:
+        async with gateway.request(spec(lengths[number], prompt=f"prompt {number}")) as stream:
+            return [i for f in await read(stream) for i in f.ids]
+
+    alone = [await one(n) for n in range(32)]
+    together = await asyncio.gather(*(one(n) for n in range(32)))
+    assert together == alone and [len(ids) for ids in together] == lengths
+    await deployment.clean(gateway)
+    await eventually(lambda: {t.get_name() for t in asyncio.all_tasks()} <= before, what="no task is left")
+
+
+async def test_lc_03_cancels_around_the_last_token(deploy: Deploy) -> None:
+    """Mass disconnects and doubled cancels as answers end; a canary beside them gets every token."""
+    deployment = deploy(models="scripted=scripted:rate=0,slots=64")
+    gateway, _ = await deployment.both()
+
+    async def canary() -> int:
+        async with gateway.request(spec(3000)) as stream:
+            return sum(len(f.ids) for f in await read(stream))
+
+    watched = asyncio.create_task(canary())
+
+    async def one(number: int) -> None:
+        submission = spec(1 + number % 8)
+
+        async def serve() -> None:
+            async with gateway.request(submission) as stream:
+                await read(stream)
+
+        task = asyncio.create_task(serve())
+        for _ in range(number % 13):
+            await asyncio.sleep(0)
+        if number % 3:
+            task.cancel()
+        await asyncio.gather(task, gateway.cancel(submission.job.id, Reason.USER), return_exceptions=True)
+        await gateway.cancel(submission.job.id, Reason.USER)
+        await gateway.cancel("never-was", Reason.USER)
+
+    await asyncio.gather(*(one(n) for n in range(200)))
+    assert await watched == 3000
+    await deployment.clean(gateway)
+    ids = [e.id for e in deployment.endings]
+    assert len(ids) == len(set(ids))
+
+
+async def test_replies_follow_their_commands(redis_url: str) -> None:
+    """A caller that is cancelled in the middle of a call must not leave its reply to the next one."""
+    from inference.redisio import connect
+
+    redis = Commander(lambda: connect(redis_url, timeout=5, client_name="t"), name="t")
+    redis.start()
+    try:
+        for number in range(300):
+            await redis.call("SET", f"k{number}", number)
+        tasks = []
+        for number in range(300):
+            tasks.append(asyncio.ensure_future(redis.call("GET", f"k{number}")))
+            if number % 3 == 0:
+                await asyncio.sleep(0)
+                tasks[-1].cancel()
+        replies = await asyncio.gather(*tasks, return_exceptions=True)
+        for number, reply in enumerate(replies):
+            if not isinstance(reply, asyncio.CancelledError):
+                assert reply == str(number).encode()
+    finally:
+        await redis.stop()
+
+
+async def test_an_outage_counts_from_its_beginning(redis_url: str) -> None:
+    """A Redis that accepts and never answers is away since it was asked, not since the time-out."""
+    from inference.redisio import connect
+
+    writers: list[asyncio.StreamWriter] = []
+    silent = await asyncio.start_server(lambda r, w: writers.append(w), "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    redis = Commander(lambda: connect(f"redis://127.0.0.1:{port}", timeout=0.5, client_name="t"), name="t")
+    redis.start()
+    try:
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            await redis.call("PING")
+        assert redis.outage() >= time.monotonic() - began - 0.1
+    finally:
+        await redis.stop()
+        silent.close()
+        for writer in writers:
+            writer.transport.abort()
+        await asyncio.sleep(0)
