@@ -26,9 +26,7 @@ class Vocabulary:
         leading_space: see :data:`inference.text.protocol.LeadingSpace`.
     """
 
-    def __init__(
-        self, spec: Mapping[str, Any], tokens: Mapping[str, int], alone: Callable[[int], str]
-    ) -> None:
+    def __init__(self, spec: Mapping[str, Any], tokens: Mapping[str, int], alone: Callable[[int], str]) -> None:
         """``spec`` is the parsed file, ``tokens`` the whole vocabulary, ``alone`` decodes one id."""
         self.special = frozenset(added["id"] for added in spec.get("added_tokens", ()) if added["special"])
         self.leading_space: LeadingSpace = "keep"
@@ -55,9 +53,7 @@ class Vocabulary:
                 replaced.append((step["pattern"]["String"], step["content"]))
             elif kind == "Metaspace":
                 replaced.append((step["replacement"], " "))
-                scheme = step.get(
-                    "prepend_scheme", "always" if step.get("add_prefix_space", True) else "never"
-                )
+                scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
                 self.leading_space = "keep" if scheme == "never" else "strip_token"
             elif kind == "ByteFallback":
                 fallback = True
