@@ -83,7 +83,8 @@ class Supervisor:
         self._draining = True
         self._stop.set()
         for child in self._children.values():
-            child.send(signal.SIGTERM)
+            # One that still loads its model holds no request, and could not answer before it has loaded.
+            child.send(signal.SIGTERM if child.ready.is_set() else signal.SIGKILL)
 
     # -- one slot ------------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class Supervisor:
             self._children[slot] = child
             await child.spawn()
             if self._leaving():
-                child.send(signal.SIGTERM)
+                child.send(signal.SIGKILL)
             status = await self._watch(child)
             await self._bury(child.id)
             if self._leaving():

@@ -248,6 +248,17 @@ def test_ctrl_c_while_starting(up):
     assert list(run.tmp.iterdir()) == []
 
 
+@pytest.mark.model
+def test_ctrl_c_while_the_model_loads(up, model_folder):
+    """A worker that loads answers no signal; the pool used to wait for it until it was killed itself."""
+    run = up(SLUICE_MODELS="m=default")
+    eventually_sync(lambda: "no worker serves m" in run.output(), 60, what="loading")
+    family = run.family()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait_end(STOP_LIMIT) == 0, run.output()
+    assert gone(family)
+
+
 def last_line(run: Up) -> str:
     assert run.wait_end() == 1
     return run.output().strip().splitlines()[-1]

@@ -27,7 +27,7 @@ from sluice.tree import POLL, Child, ChildEnded, ProcessTree, Signals, StopReque
 
 MIN_REDIS = (6, 2)
 #: Seconds after a Ctrl-C at which each part is killed if it still runs. All is gone within 10.
-HURRIED_SERVER, HURRIED_POOL = 5.0, 9.0
+HURRIED_SERVER, HURRIED_POOL = 4.5, 7.5
 SAY_EVERY = 10.0
 
 
