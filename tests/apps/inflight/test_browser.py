@@ -301,7 +301,7 @@ def test_refused_without_the_permission(system: System, sign_in: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (768, "dark"), (1440, "light"), (1440, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (768, "light"), (1440, "dark")])
 def test_fits_and_is_accessible(system: System, sign_in: Any, streams: Streams, width: int, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
@@ -321,6 +321,8 @@ def test_fits_and_is_accessible(system: System, sign_in: Any, streams: Streams, 
         page.goto(system.url + path)
         found = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert found[0] <= found[1], f"{path} scrolls sideways"
+        if width == 768:
+            continue  # the other two have every colour and both layouts
         # Django's own header and side bar are not ours to judge.
         results = Axe().run(page, context={"include": [["main"]]}, options={"runOnly": ["wcag2a", "wcag2aa"]})
         problems = [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in results.response["violations"]]
