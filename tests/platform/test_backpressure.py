@@ -42,7 +42,7 @@ def open_flood(server: ServerProcess, kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", ["sse", "ws"])
 def test_twenty_clients_that_never_read(start: Start, kind: str) -> None:
     server = start(SLUICE_SEND_TIMEOUT="60")
-    server.state()
+    alone = pace(server)
     before = server.state()["rss"]
     for i in range(20):
         open_flood(server, kind, f"f{i}")
@@ -50,11 +50,15 @@ def test_twenty_clients_that_never_read(start: Start, kind: str) -> None:
     stands = server.wait_state(lambda s: len(s["sent"]) == 20 and s["sent"] == server.state()["sent"])
     assert all(size < 5_000_000 for size in stands["sent"].values()), stands["sent"]
     assert stands["rss"] - before < 20 * 1024 * 1024
-    # Somebody who reads is not slowed: 100 events of 10 ms.
-    times = []
-    with httpx.stream("GET", server.url + "/ticks?n=100&pace=0.01") as response:
+    # Somebody who reads is not slowed.
+    assert pace(server) < alone * 1.5 + 0.005
+
+
+def pace(server: ServerProcess) -> float:
+    """Median seconds between 100 events of a stream of one per 10 ms."""
+    with httpx.stream("GET", server.url + "/ticks?n=100&pace=0.01", timeout=30) as response:
         times = [time.monotonic() for line in response.iter_lines() if line.startswith("data")]
-    assert statistics.median(b - a for a, b in itertools.pairwise(times)) < 0.03
+    return statistics.median(b - a for a, b in itertools.pairwise(times))
 
 
 @pytest.mark.parametrize("kind", ["sse", "ws"])
@@ -76,7 +80,7 @@ def test_disconnect_wakes_the_waiting_handler(start: Start, kind: str) -> None:
         sock.close()
     gone = time.monotonic()
     state = server.wait_state(lambda s: s["open"] == 1)
-    assert time.monotonic() - gone < 1
+    assert time.monotonic() - gone < 2
     assert "flood gone cancelled" in state["events"]
     assert state["slow_clients"] == 0
 

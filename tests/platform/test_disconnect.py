@@ -16,6 +16,9 @@ from tests.platform.conftest import ServerProcess
 pytestmark = pytest.mark.timeout(60)
 numbers = itertools.count()
 
+#: Within which the consequences of a disconnect must be over, seconds, on a busy test machine.
+LIMIT = 2.0
+
 
 def reset(sock: socket.socket) -> None:
     """Close with RST instead of FIN."""
@@ -35,7 +38,7 @@ def test_handler_that_waits_is_cancelled_at_once(server: ServerProcess, end) -> 
     gone = time.monotonic()
     end(sock)
     state = server.wait_state(lambda s: f"hang {name} cleaned" in s["events"])
-    assert time.monotonic() - gone < 1
+    assert time.monotonic() - gone < LIMIT
     assert state["open"] == 1
 
 
@@ -81,7 +84,7 @@ def test_stream_is_cancelled_at_once(server: ServerProcess, delay: float) -> Non
     for sock in socks:
         sock.close()
     state = server.wait_state(lambda s: s["open"] == 1)
-    assert time.monotonic() - gone < 1
+    assert time.monotonic() - gone < LIMIT
     assert state["events"].count("ticks cancelled") == before + 20
 
 
