@@ -510,8 +510,9 @@ async def test_an_exception_in_the_sampler_ends_the_engine(rig: Rig) -> None:
 async def test_an_error_of_one_request_leaves_the_others(rig: Rig) -> None:
     mates = [rig.submit(job(f"m{i}", max_tokens=40, ignore_eos=True)) for i in range(3)]
     banned = dict.fromkeys(range(VOCABULARY), -100.0)
-    bad = await rig.run(job("bad", max_tokens=10, logit_bias=banned))
-    assert bad.finish == "error" and bad.error
+    for count in (10, 1):
+        bad = await rig.run(job("bad", max_tokens=count, logit_bias=banned))
+        assert bad.finish == "error" and bad.error and bad.ids == []
     for mate in mates:
         assert len((await mate.finished()).ids) == 40
     await rig.quiet()

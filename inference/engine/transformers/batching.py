@@ -107,6 +107,7 @@ class StepRouter(OutputRouter):
 
     def _convert(self, generation: Generation, output: GenerationOutput) -> EngineOutput | None:
         request_id = generation.job.id
+        generation.ended = output.is_finished()
         if output.error is not None and generation.error is None:
             generation.error = output.error
         ids = output.generated_tokens[generation.emitted :]
@@ -118,10 +119,10 @@ class StepRouter(OutputRouter):
                 generation.accept(token)
         if generation.error is not None:
             generation.done = True
-            if not output.is_finished():
+            if not generation.ended:
                 self._cancel(generation.key)
             return EngineOutput(request_id, [], finish="error", error=generation.error)
-        finish = generation.ending() if output.is_finished() else None
+        finish = generation.ending() if generation.ended else None
         generation.done = finish is not None
         if not ids and not finish:
             return None

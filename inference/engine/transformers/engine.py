@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,8 @@ from inference.engine.transformers.scheduler import Pace, StepLog
 from inference.engine.transformers.sizing import batching_config
 from inference.errors import EngineDied, ModelUnavailable, Overloaded, TooLarge
 from inference.messages import EngineStats, Job, ModelInfo, SamplingParams
+
+logger = logging.getLogger("sluice.engine")
 
 STRETCH = 512
 """Answer tokens that a sequence reserves ahead."""
@@ -226,7 +229,12 @@ class TransformersEngine:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
-            self._start(generation)
+            try:
+                self._start(generation)
+            except EngineDied:
+                del self._live[job.id]
+                self._release(generation)
+                raise
 
     def _problem(self, job: Job, resumed: Sequence[int]) -> str | None:
         """What makes this job alone impossible; an id outside the vocabulary would end the whole loop."""
@@ -248,8 +256,11 @@ class TransformersEngine:
             if not generation.closed:
                 self._start(generation)
         except (ValueError, EngineDied) as error:
-            output = EngineOutput(generation.job.id, [], finish="error", error=str(error))
-            self._on_step([(generation, output)])
+            self._on_step([(generation, _failed(generation.job, str(error)))])
+        except Exception:
+            # The edge of this task: whatever went wrong in the library, the request must end.
+            logger.exception("Compiling a grammar failed", extra={"request": generation.job.id})
+            self._on_step([(generation, _failed(generation.job, "The grammar could not be compiled."))])
 
     def _start(self, generation: Generation) -> None:
         self._check_alive()
@@ -264,8 +275,6 @@ class TransformersEngine:
             eos_token_id=sorted(generation.stop_ids) or [-1],
         )
         if accepted is None:
-            self._live.pop(generation.job.id, None)
-            self._release(generation)
             raise EngineDied(f"the generation loop of {self.alias} takes no more requests")
         self._log.prompt_tokens += len(generation.job.prompt_ids)
 
@@ -321,7 +330,7 @@ class TransformersEngine:
         outputs: list[EngineOutput] = []
         for generation, output in deliveries:
             if generation.closed:
-                if generation.done:  # it ended by itself while its cancel was on the way
+                if generation.ended:  # by itself, while its cancel was on the way
                     self._release(generation)
                 continue
             if output.cached:
@@ -337,7 +346,7 @@ class TransformersEngine:
     def _finish(self, generation: Generation, finish: str) -> None:
         del self._live[generation.job.id]
         generation.closed = True
-        if finish == "error" and generation.started:
+        if finish == "error" and generation.started and not generation.ended:
             self._leaving[generation.key] = generation  # until the loop has taken its cancel
         else:
             self._release(generation)
@@ -389,6 +398,10 @@ class TransformersEngine:
         cached = sum(len(a.ledger.cached_blocks) * a.bytes_per_block for a in self._cache.cache_allocators.values())
         free = int(self._cache.compute_free_capacity(relative=False) / size)
         return total, free, round(cached / size)
+
+
+def _failed(job: Job, error: str) -> EngineOutput:
+    return EngineOutput(job.id, [], finish="error", error=error)
 
 
 def _ahead(job: Job, generated: int) -> int:

@@ -63,6 +63,8 @@ class Generation:
         units: cache units reserved for it while it lives.
         room: length that these units suffice for, tokens of prompt and answer.
         emitted: how many ids the batching loop has delivered.
+        done: its last output has been made; the router drops what comes after.
+        ended: the batching loop itself holds nothing of it any more.
         logprobs: entries for ids that are sampled but not yet delivered.
     """
 
@@ -73,6 +75,7 @@ class Generation:
         "counts",
         "done",
         "emitted",
+        "ended",
         "error",
         "greedy",
         "job",
@@ -136,6 +139,7 @@ class Generation:
         self.started = False
         self.closed = False
         self.done = False
+        self.ended = False
         self.released = False
 
     @property

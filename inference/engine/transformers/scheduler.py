@@ -104,6 +104,7 @@ class FairScheduler(FIFOScheduler):
         # The queues are drained one after the other: a cancel may arrive before its request.
         self._requests_to_cancel |= {key for key in unknown if self._is_expected(key)}
         if states:
+            self.block_new_requests = False
             self.on_cancelled([state.request_id for state in states])
         return states
 
@@ -115,7 +116,9 @@ class FairScheduler(FIFOScheduler):
         active = list(self.active_requests.values())
         decoding = [state for state in active if state.status == RequestStatus.DECODING]
         prefilling = [state for state in active if state.status == RequestStatus.PREFILLING]
-        prefilling += self._get_waiting_candidates()
+        # The library holds new requests back after it has set one back for lack of cache.
+        if not self.block_new_requests or not active:
+            prefilling += self._get_waiting_candidates()
         self._turn += 1
         if self._turn % 2:
             prefilling.sort(key=lambda state: len(state.remaining_prefill_tokens))
