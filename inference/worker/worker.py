@@ -180,18 +180,26 @@ class Worker:
 
     async def _beats(self) -> None:
         steps, moved = -1, time.monotonic()
+        sending: asyncio.Task[None] | None = None
         while True:
             stats = self._stats()
             if stats.steps != steps or not stats.running:
                 steps, moved = stats.steps, time.monotonic()
             elif time.monotonic() - moved > self.config.stall_timeout:
                 raise EngineDied(f"no engine step for {self.config.stall_timeout:.0f} s with {stats.running} running")
-            try:
-                await self._beat()
-            except StoreUnavailable:
-                logger.debug("no heartbeat: Redis does not answer")
+            # The supervisor hears that this loop turns, whether or not Redis answers meanwhile.
             self._on_beat()
+            if sending is None or sending.done():
+                sending = self._loosely(self._try_beat())
             await asyncio.sleep(self.config.heartbeat_interval)
+
+    async def _try_beat(self) -> None:
+        try:
+            await self._beat()
+        except StoreUnavailable:
+            logger.debug("no heartbeat: Redis does not answer")
+        except SluiceError:
+            logger.exception("no heartbeat", extra={"event": "beat_failed"})
 
     async def _beat(self) -> None:
         k = self.store.keys
@@ -401,10 +409,11 @@ class Worker:
         except StoreUnavailable:
             logger.info("request %s is left to the reaper", request_id, extra={"request_id": request_id})
 
-    def _loosely(self, coro: object) -> None:
+    def _loosely(self, coro: object) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(coro)  # type: ignore[arg-type]
         self._loose.add(task)
         task.add_done_callback(self._loose.discard)
+        return task
 
     async def _checks(self) -> None:
         """Once per ``check_interval``: what is held and no longer ours, and what is ours and not held."""
