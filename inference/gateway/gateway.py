@@ -12,8 +12,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
+from inference import metrics, tracing
 from inference.config import Config, host_name
-from inference.errors import NotFound, NotServing, StoreUnavailable, TooLarge, UnknownModel
+from inference.errors import NotFound, NotServing, Overloaded, Refused, StoreUnavailable, TooLarge, UnknownModel
+from inference.gateway.endings import log_ending
 from inference.gateway.hub import Hub
 from inference.gateway.presence import Presence
 from inference.gateway.settler import Settler
@@ -38,6 +40,14 @@ logger = logging.getLogger("sluice.gateway")
 
 _SETTLE_WAIT = 2.0
 """Seconds for which a finished answer waits for Redis before its body ends all the same."""
+_UNCONFIRMED = 1000
+_REFUSALS: dict[type[BaseException], str] = {
+    UnknownModel: "unknown_model",
+    NotServing: "not_serving",
+    TooLarge: "too_large",
+    Overloaded: "overloaded",
+    StoreUnavailable: "store_unavailable",
+}
 
 
 class Gateway:
@@ -69,6 +79,11 @@ class Gateway:
         self._on_command = on_command or (lambda verb: None)
         self._started_ms = int(time.time() * 1000)
         self._aliases = [s.alias for s in config.model_specs()]
+        metrics.know(self._aliases)
+        self._unconfirmed: dict[str, Submission] = {}
+        """Submissions whose reply was lost: they count as started once they are seen to end."""
+        self._traces: dict[str, tracing.RequestTrace] = {}
+        """Requests of this server: what their last log line and their spans need."""
         dial = lambda: connect(config.redis_url, timeout=config.redis_timeout, client_name=f"sluice-{self.id}")  # noqa: E731
         self.redis = Commander(dial, name=self.id)
         self.store = RequestStore(self.redis, config)
@@ -78,6 +93,8 @@ class Gateway:
         self.reaper = Reaper(self.store, self.views, self._ended)
         self._hub = Hub(self.store, dial, self.id, on_command=self._command, on_stray=self._stray)
         self._started = False
+        self.strays = 0
+        """Requests found without a stream or a note: none, unless commands arrived late."""
 
     # -- life of the process ---------------------------------------------------------------------
 
@@ -160,7 +177,13 @@ class Gateway:
             UnknownModel, NotServing, TooLarge, Overloaded, StoreUnavailable:
                 before anything was stored.
         """
-        info = self._admit(spec)
+        try:
+            info = self._admit(spec)
+        except Refused as exc:
+            metrics.refused(spec.job.model, _REFUSALS[type(exc)])
+            raise
+        trace, spec = tracing.begin(spec)
+        self._traces[spec.job.id] = trace
         stream = RequestStream(
             spec.job.id,
             spec.job,
@@ -184,13 +207,30 @@ class Gateway:
         finally:
             self._hub.remove(stream)
             self._on_stream(stream)
+            trace.read(stream)
             accepted = not (submitted.done() and not submitted.cancelled() and _refused(submitted))
             if accepted:
                 await self._leave(stream, failure, submitted)
+            else:
+                self._forget(stream.id)
 
     def _accepted(self, spec: Submission, submitted: asyncio.Future[tuple[int, int]]) -> None:
-        if not submitted.cancelled() and submitted.exception() is None:
+        error = None if submitted.cancelled() else submitted.exception()
+        if submitted.cancelled():
+            return
+        if error is None:
             self._on_accepted(spec)
+            return
+        metrics.refused(spec.job.model, _REFUSALS.get(type(error), metrics.OTHER))
+        if isinstance(error, StoreUnavailable):
+            self._unconfirmed[spec.job.id] = spec
+            if len(self._unconfirmed) > _UNCONFIRMED:
+                del self._unconfirmed[next(iter(self._unconfirmed))]
+
+    def _forget(self, request_id: str) -> None:
+        trace = self._traces.pop(request_id, None)
+        if trace is not None:
+            trace.end(None)
 
     def _admit(self, spec: Submission) -> ModelInfo | None:
         alias = spec.job.model
@@ -214,14 +254,17 @@ class Gateway:
         if isinstance(failure, RequestEnded) and stream.outcome is None:
             # Somebody else settled it, or its state is gone; the guard makes this harmless.
             stream.outcome = failure.outcome
+            self.store.doubt(stream.id)
         grace = None
         if isinstance(failure, Detached) or (isinstance(stream.ended, Detached) and failure is not None):
             if stream.ended is not None and getattr(stream.ended, "superseded", False):
+                self._forget(stream.id)
                 return
             grace = self.config.resume_grace
         elif (gone or isinstance(failure, StoreUnavailable)) and self._resumes(stream):
             grace = self.config.resume_grace
         note = self.settler.put(stream.id, self._outcome(stream, failure), grace=grace, after=after)
+        note.add_done_callback(lambda _: self._forget(stream.id))
         if not gone:
             await asyncio.wait([note], timeout=_SETTLE_WAIT)
 
@@ -394,28 +437,14 @@ class Gateway:
         )
 
     def _ended(self, ending: Ending) -> None:
-        level = logging.INFO if ending.state != State.FAILED else logging.ERROR
-        logger.log(
-            level,
-            "request %s ended: %s(%s), %d + %d tokens in %.2f s",
-            ending.id,
-            ending.state,
-            ending.reason,
-            ending.prompt_tokens,
-            ending.generated_tokens,
-            (ending.ended_ms - ending.created_ms) / 1000,
-            extra={
-                "event": "request_ended",
-                "request_id": ending.id,
-                "endpoint": ending.endpoint,
-                "transport": ending.transport,
-                "model": ending.model,
-                "outcome": ending.state,
-                "reason": ending.reason,
-                "attempts": ending.attempts,
-                "ttft_ms": ending.first_token_ms - ending.created_ms if ending.first_token_ms else None,
-            },
-        )
+        unconfirmed = self._unconfirmed.pop(ending.id, None)
+        if unconfirmed is not None:
+            # It was stored after all.
+            self._on_accepted(unconfirmed)
+        trace = self._traces.pop(ending.id, None)
+        if trace is not None:
+            trace.end(ending)
+        log_ending(ending, exchange="" if trace is None else trace.exchange)
         self._on_ending(ending)
 
     def _stray(self, request_id: str) -> None:
@@ -425,6 +454,7 @@ class Gateway:
         up (packets held back, a server thawed): a submit behind its own settle.
         """
         if not self.settler.knows(request_id):
+            self.strays += 1
             logger.warning("request %s is nobody's here: ending it", request_id, extra={"event": "stray_request"})
             self.settler.put(request_id, Outcome.cancelled(Reason.CLIENT_GONE), grace=self.config.resume_grace)
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from inference import metrics
 from inference.errors import SluiceError, StoreUnavailable
 from inference.lifecycle import Outcome
 from inference.messages import Ending
@@ -124,6 +125,7 @@ class Settler:
                 break
             except StoreUnavailable:
                 self.retries += 1
+                metrics.SETTLE_RETRIES.inc()
                 await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, _LAST_BACKOFF)
             except SluiceError:

@@ -96,6 +96,7 @@ class RequestStream:
         self._frames: deque[Frame] = deque()
         self._received = after
         self._behind = attached
+        self._attached = attached
         self._ended: SluiceError | None = None
         self._ping = False
         self._event = asyncio.Event()
@@ -223,20 +224,25 @@ class RequestStream:
         self.finish = last.finish
         return frames
 
-    def _take(self, frame: Frame) -> None:
+    def _take(self, frame: Frame, *, logged: bool = False) -> None:
         self._frames.append(frame)
         self._received = frame.seq
         self.phase = "running"
         count = len(frame.ids)
-        if count:
-            now = time.monotonic()
-            if self.tokens:
-                self.gaps.extend([(now - self._last_token) / count] * count)
-            else:
+        if not count:
+            return
+        now = time.monotonic()
+        if self._attached and logged:
+            # Another reader has had these, and measured them.
+            now = 0.0
+        elif self._last_token:
+            self.gaps.extend([(now - self._last_token) / count] * count)
+        else:
+            if not self._attached:
                 self.cached = frame.cached
-                self.gaps.extend([0.0] * (count - 1))
-            self._last_token = now
-            self.tokens += count
+            self.gaps.extend([0.0] * (count - 1))
+        self._last_token = now
+        self.tokens += count
 
     async def _catch_up(self) -> None:
         self._behind = False
@@ -251,7 +257,7 @@ class RequestStream:
             frame = decode_frame(entry)
             # The fast path may have delivered some of these while the log was being read.
             if frame.seq == self._received + 1:
-                self._take(frame)
+                self._take(frame, logged=True)
         if len(raw) == _LOG_PAGE:
             self._behind = True
 

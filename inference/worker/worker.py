@@ -85,6 +85,8 @@ class Worker:
         self._tasks: list[asyncio.Task[None]] = []
         self._loose: set[asyncio.Task[None]] = set()
         self._strays: set[str] = set()
+        self.strays = 0
+        """Requests found that named this worker without its knowing: none, unless replies were lost."""
         self._stopping = False
         dial = lambda: connect(config.redis_url, timeout=config.redis_timeout, client_name=f"sluice-{worker_id}")  # noqa: E731
         self.redis = Commander(dial, name=worker_id)
@@ -438,6 +440,7 @@ class Worker:
         members = {m.decode() for m in await self.redis.call("SMEMBERS", self.store.keys.of_worker(self.id))}
         found = members - self._held.keys() - self._outbox.ids() if self.state != "starting" else set()
         for request_id in found & self._strays:
+            self.strays += 1
             logger.warning(
                 "request %s was never received: back to the queue",
                 request_id,
