@@ -10,10 +10,12 @@ a plain answer.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from apps.accounts.limits import LimitExceeded
 from inference.errors import NotServing, Overloaded, Refused, StoreUnavailable, TooLarge, UnknownModel
 from inference.lifecycle import Outcome, Reason
 
@@ -124,6 +126,23 @@ def from_refusal(exc: Refused | StoreUnavailable, model: str, retry_after: float
     if isinstance(exc, TooLarge):
         return invalid(str(exc), "messages", "context_length_exceeded")
     return ApiError(503, str(exc), code="refused", retry_after=wait)
+
+
+def over_limit(exc: LimitExceeded) -> ApiError:
+    """The caller's own limits: 429 with the wait, or 400 where waiting would not help."""
+    if exc.retry_after is None:
+        return ApiError(400, str(exc), code="limit_exceeded", headers=header_pairs(exc.headers))
+    return ApiError(
+        429,
+        str(exc),
+        code="rate_limit_exceeded",
+        retry_after=exc.retry_after,
+        headers=header_pairs(exc.headers),
+    )
+
+
+def header_pairs(headers: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...]:
+    return tuple((name.lower().encode(), str(value).encode()) for name, value in headers.items())
 
 
 _ENDINGS: dict[Reason, tuple[int, str, str]] = {

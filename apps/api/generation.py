@@ -8,9 +8,18 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from apps.accounts.limits import Lease, LimitExceeded, limiter_of
 from apps.accounts.principal import Principal
 from apps.api import deps
-from apps.api.errors import ApiError, detached, from_outcome, from_refusal, unknown_request
+from apps.api.errors import (
+    ApiError,
+    detached,
+    from_outcome,
+    from_refusal,
+    header_pairs,
+    over_limit,
+    unknown_request,
+)
 from apps.api.plan import Plan
 from apps.api.schema.generation import StreamOptions
 from apps.api.toolparse import CallDelta, ToolParser
@@ -130,9 +139,10 @@ class Generation:
     nothing sent yet); leaving it settles whatever is still open.
     """
 
-    def __init__(self, plan: Plan, *, owner: str, client: str, transport: str) -> None:
+    def __init__(self, plan: Plan, caller: Principal, *, client: str, transport: str) -> None:
         self.plan = plan
-        self._owner, self._client, self._transport = owner, client, transport
+        self._caller, self._client, self._transport = caller, client, transport
+        self._lease: Lease | None = None
         self.choices = [
             Choice(
                 plan.tokenizer,
@@ -151,19 +161,31 @@ class Generation:
     async def __aenter__(self) -> Self:
         gateway, plan = deps.gateway(), self.plan
         try:
+            self._lease = await self._stack.enter_async_context(
+                limiter_of(gateway).hold(
+                    self._caller.quotas,
+                    plan.id,
+                    prompt_tokens=max(len(job.prompt_ids) for job in plan.jobs),
+                    max_tokens=max(job.params.max_tokens for job in plan.jobs),
+                    choices=len(plan.jobs),
+                )
+            )
             for job in plan.jobs:
                 spec = RequestSpec(
                     job=job,
                     endpoint=plan.endpoint,
                     transport=self._transport,
-                    owner=self._owner,
+                    owner=self._caller.owner,
                     client=self._client,
                     priority=plan.priority,
                     timeout=plan.timeout,
                     resumable=plan.resumable,
                 )
                 self.streams.append(await self._stack.enter_async_context(gateway.request(spec)))
+        except LimitExceeded as exc:
+            raise over_limit(exc) from None
         except (Refused, StoreUnavailable) as exc:
+            self._settle_lease(0)
             # Those already accepted are given up; nothing has been sent to the client.
             error = from_refusal(exc, plan.model, await wait_hint(plan.model, exc))
             await self._stack.__aexit__(type(error), error, None)
@@ -177,7 +199,19 @@ class Generation:
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
+        usage = self.usage()
+        self._settle_lease(usage.prompt + usage.completion)
         await self._stack.__aexit__(kind, exc, trace)
+
+    def _settle_lease(self, used: int) -> None:
+        """What counts against the caller's limits in the end, instead of all that was reserved."""
+        if self._lease is not None:
+            self._lease.used = used
+
+    @property
+    def limit_headers(self) -> list[tuple[bytes, bytes]]:
+        """How much of the caller's limits is left; empty where nothing is limited."""
+        return list(header_pairs(self._lease.headers)) if self._lease is not None else []
 
     @property
     def done(self) -> bool:
@@ -264,6 +298,7 @@ class Reattached(Generation):
     def __init__(self, request_id: str, caller: Principal) -> None:
         self.request_id = request_id
         self._caller = caller
+        self._lease = None
         self._stack = AsyncExitStack()
         self.streams = []
         self.started = time.monotonic()

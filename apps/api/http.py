@@ -54,9 +54,7 @@ class ApiConsumer(StreamingHttpConsumer):
 
     async def serve(self, plan: Plan, make: Callable[[Generation], Renderer]) -> None:
         """Generate and answer, as a stream or whole, whichever the plan says."""
-        generation = Generation(
-            plan, owner=self.caller.owner, client=self.client, transport="sse" if plan.stream else "json"
-        )
+        generation = Generation(plan, self.caller, client=self.client, transport="sse" if plan.stream else "json")
         if plan.stream:
             await self._stream(generation, make)
         else:
@@ -68,7 +66,7 @@ class ApiConsumer(StreamingHttpConsumer):
                 await generation.next()
         renderer = make(generation)
         await self.before_end(renderer)
-        await self.send_json(200, renderer.body(), self._id_header(generation))
+        await self.send_json(200, renderer.body(), self._headers(generation))
 
     async def before_end(self, renderer: Renderer) -> None:
         """The answer is complete; its end has not been sent yet."""
@@ -77,7 +75,7 @@ class ApiConsumer(StreamingHttpConsumer):
         try:
             async with generation:
                 renderer = make(generation)
-                await self.start_sse(self._id_header(generation))
+                await self.start_sse(self._headers(generation))
                 if first := renderer.start():
                     await self.send_sse_bytes(first)
                 await self._pump(generation, renderer)
@@ -112,5 +110,6 @@ class ApiConsumer(StreamingHttpConsumer):
         return True
 
     @staticmethod
-    def _id_header(generation: Generation) -> list[tuple[bytes, bytes]]:
-        return [(b"x-sluice-request", generation.plan.id.encode())]
+    def _headers(generation: Generation) -> list[tuple[bytes, bytes]]:
+        """The request's id, and how much of the caller's limits is left."""
+        return [(b"x-sluice-request", generation.plan.id.encode()), *generation.limit_headers]

@@ -6,12 +6,15 @@ import asyncio
 import time
 from typing import Any
 
+import msgspec
+
 from apps.accounts.auth import still_valid
 from apps.api import plan
 from apps.api.errors import ApiError, from_refusal, invalid
 from apps.api.generation import Generation, Reattached
 from apps.api.schema.base import Decoder
 from apps.api.schema.generation import (
+    Reference,
     SocketAttach,
     SocketCancel,
     SocketGenerate,
@@ -32,6 +35,12 @@ IDLE_SECONDS = 900.0
 BAD_REQUEST, TIMEOUT, TOO_BIG, TOO_MANY = 4400, 4408, 1009, 4429
 
 decode: Decoder[Any] = Decoder(SocketMessage)  # type: ignore[arg-type]
+
+
+class _Referring(msgspec.Struct):
+    """As much of a message as an error needs."""
+
+    id: Reference | None = None
 
 
 class StreamConsumer(StreamingWebSocketConsumer):
@@ -72,7 +81,7 @@ class StreamConsumer(StreamingWebSocketConsumer):
         try:
             message = decode(text.encode())
         except ApiError as exc:
-            await self._error(None, exc)
+            await self._error(self._reference(text), exc)
             return
         if isinstance(message, SocketPing):
             await self.send_json({"type": "pong", "id": message.id})
@@ -80,6 +89,14 @@ class StreamConsumer(StreamingWebSocketConsumer):
             await self._cancel(message.id)
         else:
             await self._begin(message)
+
+    def _reference(self, text: str) -> str | None:
+        """The reference in a message that is wrong otherwise, unless it is that of a running generation."""
+        try:
+            ref = msgspec.json.decode(text, type=_Referring).id
+        except (msgspec.DecodeError, RecursionError):
+            return None
+        return None if ref in self.tasks else ref
 
     async def on_bytes(self, data: bytes) -> None:
         if await self._allowed(len(data)):
@@ -164,7 +181,7 @@ class StreamConsumer(StreamingWebSocketConsumer):
         await self._check_caller()
         made = await plan.generate(message, self.principal, endpoint="ws")
         peer = self.scope.get("client")
-        generation = Generation(made, owner=self.principal.owner, client=str(peer[0]) if peer else "", transport="ws")
+        generation = Generation(made, self.principal, client=str(peer[0]) if peer else "", transport="ws")
         await self._run(message.id, generation, 0)
 
     async def _attach(self, message: SocketAttach) -> None:

@@ -23,6 +23,22 @@ MODELS = (
 )
 
 
+START_SECONDS = 90
+#: One process instead of six: database, a superuser, and the four keys, printed in order.
+SET_UP = """
+import django
+django.setup()
+from django.contrib.auth.models import User
+from django.core.management import call_command
+from apps.accounts.services import create_key
+call_command("migrate", verbosity=0)
+root = User.objects.create_superuser("root", "", "a password of the tests")
+print(create_key(None, name="first").secret, create_key(None, name="second").secret)
+print(create_key(None, name="boss", user=root, scopes=["generate", "read", "admin"]).secret)
+print(create_key(None, name="narrow", allowed_models=["demo"]).secret)
+"""
+
+
 @dataclass
 class Site:
     """Addresses and keys of a running site.
@@ -62,23 +78,14 @@ def start(folder: Path, valkey: EmbeddedValkey) -> Site:
         "SLUICE_PRE_DRAIN": "0",
         "SLUICE_PING_INTERVAL": "0.3",
         "SLUICE_DEBUG": "0",
+        "DJANGO_SETTINGS_MODULE": "sluice.settings",
     }
 
-    def manage(*args: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "manage.py", *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    manage("migrate", "--verbosity", "0")
-    manage(
-        "shell", "-c", "from django.contrib.auth.models import User; User.objects.create_superuser('root', '', 'pw')"
+    done = subprocess.run(
+        [sys.executable, "-c", SET_UP], cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_SECONDS
     )
-    key, other = (manage("apikey", "create", name, "--quiet").split()[-1] for name in ("first", "second"))
-    admin_scopes = ("--scope", "generate", "--scope", "read", "--scope", "admin", "--user", "root")
-    admin = manage("apikey", "create", "boss", *admin_scopes, "--quiet").split()[-1]
-    demo_only = manage("apikey", "create", "narrow", "--model", "demo", "--quiet").split()[-1]
+    assert done.returncode == 0, done.stderr
+    key, other, admin, demo_only = done.stdout.split()[-4:]
     log = (folder / "server.log").open("w")
     pool = subprocess.Popen(
         [sys.executable, "manage.py", "runworker", "--devices", "cpu"], cwd=ROOT, env=env, stderr=log, text=True
@@ -92,17 +99,26 @@ def start(folder: Path, valkey: EmbeddedValkey) -> Site:
         text=True,
     )
     log.close()  # the processes have their own
+    site = Site("", key, admin, other, demo_only, folder / "server.log", [server, pool])
+    try:
+        _wait(site, server)
+    except BaseException:
+        stop(site)
+        raise
+    return site
+
+
+def _wait(site: Site, server: subprocess.Popen[str]) -> None:
     assert server.stdout is not None
     line = server.stdout.readline()
     found = re.search(r"serves (http://[^/]+)/", line)
-    assert found, (folder / "server.log").read_text()
-    site = Site(found[1], key, admin, other, demo_only, folder / "server.log", [server, pool])
+    assert found, site.log.read_text()
+    site.url = found[1]
 
     def ready() -> bool:
         return httpx.get(f"{site.url}/readyz").status_code == 200
 
-    eventually_sync(ready, 60, every=0.1, what="the site is ready")
-    return site
+    eventually_sync(ready, START_SECONDS, every=0.1, what=f"the site is ready; log:\n{site.log.read_text()}")
 
 
 def stop(site: Site) -> None:

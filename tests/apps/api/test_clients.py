@@ -16,7 +16,7 @@ from tests.apps.api.test_http import SAY_CALL, TOOLS
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 # Others' libraries warn about themselves.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(180)]
 
 
 class Verdict(BaseModel):
