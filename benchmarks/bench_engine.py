@@ -9,6 +9,8 @@ alternating rounds; printed as a table of medians and ratios::
 * ``static``  ``model.generate`` on one padded batch: no streaming, no late arrivals
 * ``engine``  ours: admission, sampler, per-step hand-over to an event loop, detokenisation
 
+The last column compares processor time, which other load on the machine hardly moves.
+
 Then the same engine with sampling (temperature, top-p, seed), and the time to
 the first token of a second prompt that shares a 600-token prefix with the first.
 """
@@ -169,14 +171,15 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     report["dtype"] = str(model.dtype).removeprefix("torch.")
     vocabulary, length = engine._loaded.vocab_size, options.length
 
-    async def timed(run: Callable[[], Awaitable[None]]) -> float:
-        started = time.perf_counter()
+    async def timed(run: Callable[[], Awaitable[None]]) -> tuple[float, float]:
+        started, worked = time.perf_counter(), time.process_time()
         await run()
-        return time.perf_counter() - started
+        return time.perf_counter() - started, time.process_time() - worked
 
     rows: list[dict[str, Any]] = []
     for count in options.concurrent:
         rates: dict[str, list[float]] = {"bare": [], "engine": [], "sampled": [], "static": []}
+        work: dict[str, list[float]] = {name: [] for name in rates}
         for round_ in range(options.rounds + 1):
             p = [prompts_of(vocabulary, count, 10 * round_ + i) for i in range(4)]
             runs: dict[str, Callable[[], Awaitable[None]]] = {
@@ -187,15 +190,17 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             }
             order = list(runs) if round_ % 2 else list(runs)[::-1]
             for name in order:
-                seconds = await timed(runs[name])
+                seconds, cpu = await timed(runs[name])
                 if round_:  # the first round warms up
                     rates[name].append(count * length / seconds)
+                    work[name].append(cpu)
         row: dict[str, Any] = {name: round(statistics.median(values), 1) for name, values in rates.items()}
         pairs = zip(rates["engine"], rates["bare"], strict=True)
         row |= {
             "concurrent": count,
             "engine/bare": round(statistics.median(e / b for e, b in pairs), 3),
             "engine/static": round(row["engine"] / row["static"], 3),
+            "cpu bare/engine": round(sum(work["bare"]) / sum(work["engine"]), 3),
         }
         rows.append(row)
         print(row, file=sys.stderr, flush=True)
@@ -224,11 +229,11 @@ async def prefix(ours: Engine, vocabulary: int) -> dict[str, float]:
 
 
 def show(report: dict[str, Any]) -> None:
-    names = ["concurrent", "bare", "engine", "sampled", "static", "engine/bare", "engine/static"]
+    names = ["concurrent", "bare", "engine", "sampled", "static", "engine/bare", "engine/static", "cpu bare/engine"]
     print(f"{report['dtype']}, {report['threads']} threads, loaded in {report['load_seconds']} s; tokens/s:")
-    print("".join(f"{name:>14}" for name in names))
+    print("".join(f"{name:>16}" for name in names))
     for row in report["rows"]:
-        print("".join(f"{row[name]:>14}" for name in names))
+        print("".join(f"{row[name]:>16}" for name in names))
     shared = report["prefix"]
     print(
         f"shared 600-token prefix: first token after {shared['first_seconds']} s, "

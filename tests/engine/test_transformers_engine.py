@@ -16,6 +16,7 @@ from inference.config import Config
 from inference.engine.base import Engine
 from inference.engine.transformers import TransformersEngine
 from inference.engine.transformers.batching import SplitRunner
+from inference.engine.transformers.scheduler import Pace
 from inference.errors import EngineDied, ModelUnavailable, Overloaded, TooLarge
 from inference.messages import Job
 from tests.engine.rig import CONTEXT, DEVICE, EOS, VOCABULARY, Answer, Rig, job, tiny_config, write_tiny_model
@@ -463,6 +464,24 @@ async def test_streams_live_while_a_long_prompt_is_prefilled(make_rig: Callable[
     for stream, count in zip(streams, before, strict=True):
         # Every step that took in a piece of the prompt also gave each stream its token.
         assert len(stream.ids) - count >= taken - 3
+
+
+def test_the_pace_keeps_a_mixed_step_within_four_usual_ones() -> None:
+    pace = Pace(512)
+    assert pace.chunk(0) == 512, "nobody is streaming, nobody is kept waiting"
+    assert pace.chunk(1) == 64, "nothing is known yet"
+    pace.learn(0, 512, 1.024)  # 2 ms for each prompt token
+    pace.learn(4, 0, 0.050)
+    assert pace.chunk(4) == 75  # 3 x 50 ms / 2 ms
+    pace.learn(4, 75, 0.050 + 0.150)
+    assert pace.chunk(4) == 75
+    for _ in range(100):
+        pace.learn(4, 0, 0.0001)
+    assert pace.chunk(4) == 16, "a prompt always gets on"
+    for _ in range(100):
+        pace.learn(4, 0, 10.0)
+    assert pace.chunk(4) == 512
+    assert Pace(8).chunk(1) == 8
 
 
 async def test_long_prompts_are_not_starved_by_short_ones(make_rig: Callable[..., Any]) -> None:
