@@ -6,9 +6,13 @@ import logging
 import os
 import sys
 import time
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
+
+#: The id of the exchange that this task serves; "-" outside of one.
+request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 

@@ -267,10 +267,14 @@ class ServerBeat(msgspec.Struct, frozen=True):
     version: str
     drain_left_seconds: float | None = None
     rss_bytes: int = 0
+    loop_lag_seconds: float = 0.0
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """The summary of a request that has ended: lengths and times (ms, Redis clock), never text."""
+    """The summary of a request that has ended: lengths and times (ms, Redis clock), never text.
+
+    ``by`` is the process that settled it and counts it; empty where that has no metrics.
+    """
 
     id: str
     model: str
@@ -288,6 +292,7 @@ class Ending(msgspec.Struct, frozen=True):
     claimed_ms: int
     first_token_ms: int
     ended_ms: int
+    by: str = ""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from inference import metrics
 from inference.errors import SluiceError, StoreUnavailable
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Ending
@@ -71,6 +72,8 @@ class Reaper:
                 await self._store.redis.call("SREM", self._store.keys.pools, pool)
         await self._expired()
         await self._repair()
+        for ending in await self._store.recover():
+            self._on_ending(ending)
 
     def _judge(self) -> bool:
         """Whether a missing heartbeat means a dead process.
@@ -162,4 +165,5 @@ class Reaper:
 
     def _count(self, kind: str, request_id: str) -> None:
         self.reaped[kind] += 1
+        metrics.reaped(kind)
         logger.warning("reaped %s (%s)", request_id, kind, extra={"event": "reaped", "request_id": request_id})

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from inference import metrics, tracing
 from inference.config import Config, host_name
+from inference.endings import log_ending
 from inference.errors import NotFound, NotServing, Overloaded, Refused, StoreUnavailable, TooLarge, UnknownModel
-from inference.gateway.endings import log_ending
 from inference.gateway.hub import Hub
 from inference.gateway.presence import Presence
 from inference.gateway.settler import Settler

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
 
+from inference import metrics
 from inference.errors import SluiceError, StoreUnavailable
 
 logger = logging.getLogger("sluice.redis")
@@ -193,6 +194,7 @@ class Commander:
 
     async def _failed(self, batch: list[_Call], exc: BaseException, began: float) -> None:
         self.errors += 1
+        metrics.REDIS_ERRORS.inc()
         if self.down_since is None:
             self.down_since = began
             logger.warning("Redis does not answer: %s", type(exc).__name__, extra={"event": "redis_down"})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from inference.config import Config
-from inference.errors import Overloaded
+from inference.errors import Overloaded, StoreUnavailable
 from inference.keys import PRIORITIES, Keys
 from inference.lifecycle import Outcome, Reason, State
 from inference.messages import Ending, decode_ending, decode_job, encode
@@ -20,6 +22,10 @@ SUBMIT, CLAIM, APPEND, SETTLE, REQUEUE, DETACH, ATTACH, HELD = (
     Script(_LUA / f"{name}.lua")
     for name in ("submit", "claim", "append", "settle", "requeue", "detach", "attach", "held")
 )
+
+
+_DOUBT = 60.0
+"""Seconds for which a settle whose reply was lost is looked for in the history."""
 
 
 def _ms(seconds: float) -> int:
@@ -48,10 +54,13 @@ class RequestStore:
     does not answer; all of them may then be repeated.
     """
 
-    def __init__(self, commander: Commander, config: Config) -> None:
+    def __init__(self, commander: Commander, config: Config, *, counts: bool = True) -> None:
         self.redis = commander
         self.config = config
         self.keys = Keys(config.redis_prefix)
+        self.token = secrets.token_hex(5) if counts else ""
+        """Marks the endings that this process settled, and counts in its metrics."""
+        self._doubted: dict[str, float] = {}
 
     # -- servers -------------------------------------------------------------------------------
 
@@ -103,14 +112,39 @@ class RequestStore:
         """
         k = self.keys
         field, value = guard or ("", "")
-        reply = await self.redis.script(
+        call = self.redis.script(
             SETTLE,
             [k.request(request_id), k.log(request_id), k.end(request_id), k.live, k.deadlines, k.detached, k.history,
              k.outcomes],
             [request_id, outcome.state, outcome.reason, k.prefix, _ms(self.config.log_retention),
-             self.config.history_size, server, field, value],
+             self.config.history_size, server, field, value, self.token],
         )  # fmt: skip
-        return None if reply is None else decode_ending(reply)
+        try:
+            reply = await call
+        except StoreUnavailable:
+            self.doubt(request_id)
+            raise
+        if reply is None:
+            return None
+        self._doubted.pop(request_id, None)
+        return decode_ending(reply)
+
+    def doubt(self, request_id: str) -> None:
+        """It may have been settled by this process without its knowing: :meth:`recover` will tell."""
+        self._doubted.setdefault(request_id, time.monotonic() + _DOUBT)
+
+    async def recover(self) -> list[Ending]:
+        """Endings that nobody has counted and this process should: its own whose reply was lost, and
+        those of its requests that a process without metrics settled. Each is given once.
+        """
+        if not self._doubted:
+            return []
+        history = await self.redis.call("LRANGE", self.keys.history, 0, self.config.history_size - 1)
+        # A repeat that got its reply meanwhile has taken its id out.
+        known = [e for e in map(decode_ending, history) if self._doubted.pop(e.id, 0.0)]
+        now = time.monotonic()
+        self._doubted = {i: until for i, until in self._doubted.items() if until > now}
+        return [e for e in known if e.by in (self.token, "")]
 
     async def detach(self, request_id: str, *, server: str, grace: float) -> tuple[str, str]:
         """Let go of a resumable request. Gives (``detached`` | ``finished`` | ``fixed`` | ``gone``, finish)."""

@@ -62,9 +62,11 @@ class _Process:
         self.hurry = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.on_signal)
+        from inference import tracing
         from inference.config import Config
         from inference.worker.worker import Worker
 
+        tracing.configure("sluice-worker")
         config = Config.from_env()
         worker = self.worker = Worker(
             self.args.id,
@@ -89,6 +91,7 @@ class _Process:
         await stopping
         await self.drain(worker)
         await worker.stop()
+        await asyncio.to_thread(tracing.shutdown)
         return 0
 
     async def drain(self, worker: Worker) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from inference import tracing
 from inference.engine.base import EngineOutput
 from inference.lifecycle import Reason
 from inference.messages import Frame, Job, decode_frame, encode
@@ -25,6 +26,8 @@ class Sequence:
         self.attempt = claim.attempt
         self.server = claim.server
         self.finished = False
+        self.finish: str | None = None
+        self.trace = tracing.WorkTrace()
         frames = [decode_frame(raw) for raw in claim.log]
         self.resumed: list[int] = [i for f in frames for i in f.ids]
         self.seq = len(frames)
@@ -69,6 +72,7 @@ class Sequence:
     def _frame(self, frame: Frame) -> Append:
         self.seq = frame.seq
         self.tokens += len(frame.ids)
+        self.finish = frame.finish
         self.finished = frame.finish is not None
         return Append(self.id, self.attempt, frame.seq, encode(frame), self.tokens, frame.finish or "", self.server)
 

@@ -11,12 +11,15 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
+from inference import metrics, tracing
 from inference.config import Config, host_name
+from inference.endings import log_ending
 from inference.engine.base import Engine, EngineOutput
 from inference.errors import EngineDied, Overloaded, SluiceError, StoreUnavailable, TooLarge
 from inference.lifecycle import Outcome, Reason
 from inference.messages import (
     Abort,
+    Ending,
     EngineStats,
     ModelInfo,
     Moved,
@@ -40,9 +43,10 @@ logger = logging.getLogger("sluice.worker")
 class Served:
     """One model of this worker."""
 
-    __slots__ = ("engine", "info", "tokenizer")
+    __slots__ = ("engine", "info", "steps", "tokenizer")
 
     def __init__(self, engine: Engine, info: ModelInfo, tokenizer: TokenBytes | None) -> None:
+        self.steps = metrics.StepClock(info.alias)
         self.engine = engine
         self.info = info
         self.tokenizer = tokenizer
@@ -73,6 +77,7 @@ class Worker:
         self._pool = pool
         self._device = device
         self._aliases = list(aliases)
+        metrics.know(self._aliases)
         self._restarts = restarts
         self._on_beat = on_beat
         self._on_fatal = on_fatal
@@ -280,6 +285,7 @@ class Worker:
             return True
         if not served.engine.fits(claim.job, seq.tokens) and self._held:
             return False
+        seq.trace = tracing.work(claim, self.id)
         self._held[claim.id] = seq
         self._empty.clear()
         try:
@@ -322,6 +328,8 @@ class Worker:
                         self._models[alias].engine.abort(output.id)
                     self._forget(output.id)
             self._outbox.put(frames)
+            served = self._models[alias]
+            served.steps.tick(served.engine.stats())
             if ended:
                 self._wake.set()
 
@@ -339,7 +347,9 @@ class Worker:
         self._on_fatal(error)
 
     def _forget(self, request_id: str) -> None:
-        self._held.pop(request_id, None)
+        seq = self._held.pop(request_id, None)
+        if seq is not None:
+            seq.trace.end(tokens=seq.tokens, finish=seq.finish)
         if not self._held:
             self._empty.set()
 
@@ -407,9 +417,14 @@ class Worker:
             word = finish.decode()
             done = word in ("stop", "length")
             outcome = Outcome.finished(word) if done else Outcome.failed(Reason.ENGINE_ERROR)
-            await self.store.settle(request_id, outcome, guard=("server", ""))
+            self._count(await self.store.settle(request_id, outcome, guard=("server", "")))
         except StoreUnavailable:
             logger.info("request %s is left to the reaper", request_id, extra={"request_id": request_id})
+
+    def _count(self, ending: Ending | None) -> None:
+        if ending is not None:
+            log_ending(ending)
+            metrics.ended(ending)
 
     def _loosely(self, coro: object) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(coro)  # type: ignore[arg-type]
@@ -425,6 +440,8 @@ class Worker:
             try:
                 lengths = await self.store.held(ids, "worker", self.id)
                 await self._find_strays()
+                for ending in await self.store.recover():
+                    self._count(ending)
             except StoreUnavailable:
                 continue
             for request_id, length in zip(ids, lengths, strict=True):

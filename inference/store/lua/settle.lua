@@ -12,7 +12,7 @@
 --      and, named by the record: queue:<model>, fair:<model>, running:<model>, of:server:<id>,
 --      of:worker:<id>
 -- ARGV 1 id  2 state  3 reason  4 key prefix  5 retention, ms  6 history size  7 calling server or ''
---      8 guard field or ''  9 guard value
+--      8 guard field or ''  9 guard value  10 who counts this ending ('' where nobody does)
 -- Reply nil where there is nothing (left) to settle or the guard does not hold; else the summary.
 local names = {'state', 'model', 'server', 'worker', 'attempt', 'finish', 'resumable', 'endpoint', 'transport',
   'owner', 'prompt_tokens', 'tokens', 'created', 'claimed', 'first'}
@@ -56,7 +56,7 @@ local ending = cmsgpack.pack({
   transport = rec.transport, owner = rec.owner, server = rec.server, worker = rec.worker,
   attempts = number('attempt'), prompt_tokens = number('prompt_tokens'), generated_tokens = number('tokens'),
   created_ms = number('created'), claimed_ms = number('claimed'), first_token_ms = number('first'),
-  ended_ms = now})
+  ended_ms = now, by = ARGV[10]})
 redis.call('LPUSH', KEYS[7], ending)
 redis.call('LTRIM', KEYS[7], 0, tonumber(ARGV[6]) - 1)
 redis.call('HINCRBY', KEYS[8], ARGV[2] .. ':' .. ARGV[3], 1)

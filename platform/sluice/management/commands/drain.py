@@ -45,7 +45,7 @@ class Command(BaseCommand):
         redis = Commander(dial, name="drain")
         redis.start()
         try:
-            store = RequestStore(redis, config)
+            store = RequestStore(redis, config, counts=False)
             servers = {server.id: server for server in await StoreViews(redis, store.keys).servers()}
             if not options["servers"] and not options["all"]:
                 self._list(list(servers.values()))

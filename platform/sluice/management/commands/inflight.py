@@ -54,7 +54,7 @@ class Command(BaseCommand):
             name="inflight",
         )
         redis.start()
-        store = RequestStore(redis, config)
+        store = RequestStore(redis, config, counts=False)
         action: Callable[[RequestStore, dict[str, Any]], Awaitable[int]] = self._list
         if options["audit"]:
             action = self._audit
