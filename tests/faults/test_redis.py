@@ -111,6 +111,7 @@ async def test_rf_06_state_lost_in_mid_stream(rig: Rig, how: str, timing: Timing
     await rig.quiet()
     left = [k async for k in _keys(rig)]
     assert not [k for k in left if "req:" in k or "log:" in k], left
+    await eventually(lambda: _ready(server), 10, what="everybody has beaten again")
     assert (await (await Call.begin(rig, server, "sse-chat", 5)).finish()).done
     await rig.quiet()
 
