@@ -219,6 +219,18 @@ async def test_cancelled_consumer_cleans_up_before_it_ends() -> None:
     assert consumer.steps == ["entered", "cleaned"]
 
 
+async def test_consumer_cancelled_again_still_waits_for_the_clean_up() -> None:
+    consumer = Steps()
+    talk = exchange(consumer)
+    await consumer.entered.wait()
+    for _ in range(3):
+        talk.task.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await talk.task
+    assert consumer.steps == ["entered", "cleaned"]
+
+
 async def test_no_task_is_left_behind() -> None:
     before = asyncio.all_tasks()
     for _ in range(3):

@@ -223,8 +223,7 @@ class StreamingHttpConsumer(AsyncConsumer):
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             # Also on the way out of a cancellation: cancel what is left and wait until it has cleaned up.
-            await cancel_and_wait(gone)
-            await cancel_and_wait(task)
+            await cancel_and_wait(task, gone)
         if not task.cancelled() and (exc := task.exception()) is not None:
             raise exc
 

@@ -30,19 +30,21 @@ def cancel_once(task: asyncio.Task[Any]) -> bool:
     return True
 
 
-async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
-    """Ask a task to stop and wait for its end, even while being cancelled oneself."""
-    cancel_once(task)
+async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
+    """Ask tasks to stop and wait for the end of each, even while being cancelled oneself, any number of times."""
+    for task in tasks:
+        cancel_once(task)
     cancelled = False
-    while not task.done():
+    while running := {task for task in tasks if not task.done()}:
         try:
-            await asyncio.wait({task}, timeout=PATIENCE)
-            if not task.done():
+            _, late = await asyncio.wait(running, timeout=PATIENCE)
+            for task in late:
                 logger.warning("%s still cleans up after %g s; asking again", task.get_name(), PATIENCE)
                 task.cancel()
         except asyncio.CancelledError:
             cancelled = True
-    with contextlib.suppress(asyncio.CancelledError):
-        task.exception()  # seen; whoever needs it asks the task
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError):
+            task.exception()  # seen; whoever needs it asks the task
     if cancelled:
         raise asyncio.CancelledError

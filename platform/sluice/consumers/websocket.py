@@ -145,10 +145,7 @@ class StreamingWebSocketConsumer(AsyncConsumer):
         await self.close_for_restart()
 
     async def _cancel_all(self) -> None:
-        for task in list(self.tasks.values()):
-            cancel_once(task)
-        for task in list(self.tasks.values()):
-            await cancel_and_wait(task)
+        await cancel_and_wait(*self.tasks.values())
 
     # --- running ----------------------------------------------------------------------
 
