@@ -7,7 +7,7 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/platform
 MANAGE := $(PY) manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev model browser serve test test-upstream lint format bench bench-engine soak mutants gpu-check clean
+.PHONY: help install install-dev model browser serve test test-upstream lint format bench bench-stream bench-engine soak mutants gpu-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -46,8 +46,10 @@ format: install-dev ## reformat and mend what can be mended
 	@$(PY) -m ruff check --fix-only --quiet .
 	@$(PY) -m ruff format .
 
-bench: install-dev model ## measure TTFT, ITL and throughput here
-	@exec $(PY) -m benchmarks $(ARGS)
+bench: bench-stream bench-engine ## all benchmarks, one table each
+
+bench-stream: install-dev ## what the platform costs per token, beside servers that only stream
+	@exec $(PY) -m benchmarks.stream $(ARGS)
 
 soak: install-dev model ## hours of mixed load and faults, then the audit; ARGS="--minutes 10"
 	@exec $(PY) -m benchmarks.soak $(ARGS)
