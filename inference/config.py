@@ -117,6 +117,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     workers_per_device: int = 1
     start_timeout: float = 600.0
     drain_timeout: float = 30.0
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
 
     def model_specs(self) -> list[ModelSpec]:
         return parse_models(self.models)

@@ -92,6 +92,11 @@ def use(provider: Any) -> None:
     _tracer = None if provider is None else provider.get_tracer("sluice")
 
 
+def active() -> bool:
+    """Whether spans are made."""
+    return _tracer is not None
+
+
 def shutdown() -> None:
     """Send what is left; may take seconds where the collector does not answer."""
     if _provider is not None:

@@ -10,7 +10,9 @@ import signal
 import time
 from collections.abc import Callable
 
+from inference import metrics
 from inference.config import Config, host_name
+from inference.endings import log_ending
 from inference.errors import SluiceError, StoreUnavailable
 from inference.messages import Ending, PoolBeat, encode
 from inference.pool.child import Child
@@ -48,6 +50,7 @@ class Supervisor:
         self.config = config
         self._slots = [d for d in devices for _ in range(config.workers_per_device)]
         self._models = models
+        metrics.know(models)
         self._children: dict[int, Child] = {}
         self._draining = False
         self._started_ms = int(time.time() * 1000)
@@ -58,7 +61,12 @@ class Supervisor:
         self.redis = Commander(dial, name=self.id)
         self.store = RequestStore(self.redis, config)
         self.views = StoreViews(self.redis, self.store.keys)
-        self._reaper = Reaper(self.store, self.views, on_ending or (lambda ending: None))
+        self._on_ending = on_ending or metrics.ended
+        self._reaper = Reaper(self.store, self.views, self._ended)
+
+    def _ended(self, ending: Ending) -> None:
+        log_ending(ending)
+        self._on_ending(ending)
 
     async def run(self) -> int:
         """Start the workers and keep them until drained. Gives an exit status."""

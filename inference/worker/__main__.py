@@ -91,7 +91,8 @@ class _Process:
         await stopping
         await self.drain(worker)
         await worker.stop()
-        await asyncio.to_thread(tracing.shutdown)
+        if tracing.active():
+            await asyncio.to_thread(tracing.shutdown)
         return 0
 
     async def drain(self, worker: Worker) -> None:

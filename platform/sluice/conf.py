@@ -43,6 +43,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             admin scope, or staff), ``loopback`` (also anybody on this machine
             who does not come through a proxy) or ``public``.
         metrics_token: a bearer token that may read ``/metrics``, beside those.
+        log_format: ``text`` for people, ``json`` for one object per line.
         dead_peer_timeout: how long sent bytes may stay unacknowledged.
         ws_queue: messages of one WebSocket that may wait for its consumer before
             reading from it pauses.
@@ -86,6 +87,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     metrics_access: Literal["staff", "loopback", "public"] = "staff"
     metrics_token: str = ""
     log_level: str = "INFO"
+    log_format: Literal["text", "json"] = "text"
 
     def __post_init__(self) -> None:
         for name in ("pre_drain", "drain_deadline", "termination_grace"):

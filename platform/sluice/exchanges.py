@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from inference import tracing
 from sluice import logs
 
 Scope = MutableMapping[str, Any]
@@ -114,6 +115,10 @@ class ExchangeMiddleware:
         request_id = logs.clean_request_id(header)
         scope = {**scope, "sluice.request_id": request_id}
         token = logs.request_id.set(request_id)
+        if tracing.active():
+            # Each exchange has a task, and so a context, of its own: nothing to reset.
+            given = next((v for k, v in scope.get("headers", []) if k == b"traceparent"), b"")
+            tracing.parent.set(given.decode("latin-1"))
         exchange = self.registry.open(scope["type"], self.label(scope), request_id)
         try:
             if scope["type"] == "http":

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from contextvars import ContextVar
 
-#: The id of the exchange that this task serves; "-" outside of one.
-request_id: ContextVar[str] = ContextVar("request_id", default="-")
+from inference.logs import request_id
 
 _ACCEPTED = re.compile(r"[A-Za-z0-9._:-]{1,64}\Z")
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from inference import tracing
 from inference.config import Config
 from inference.errors import NotServing, SluiceError, UnknownModel
 from sluice.exchanges import ExchangeRegistry
@@ -85,6 +86,7 @@ def beat() -> dict[str, Any]:
         "exchanges": exchanges.snapshot(),
         "drain_left_seconds": status.seconds_left(),
         "rss_bytes": rss_bytes(),
+        "loop_lag_seconds": lag.worst,
     }
 
 
@@ -117,6 +119,7 @@ async def start(core: Config | None = None) -> None:
         _config = core
     from sluice import metrics
 
+    tracing.configure("sluice-server")
     candidate = Gateway(config(), on_beat=beat, on_command=_command, **metrics.hooks())
     await candidate.start()
     _gateway = candidate
@@ -172,6 +175,8 @@ async def stop(timeout: float) -> None:
     candidate, _gateway, _started, _start_lock = _gateway, None, False, None
     if candidate is not None:
         await candidate.stop(timeout)
+        if tracing.active():
+            await asyncio.to_thread(tracing.shutdown)
     _tokenizers.clear()
     pool, _text_pool = _text_pool, None
     if pool is not None:

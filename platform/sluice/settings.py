@@ -165,10 +165,11 @@ LOGGING = {
     "disable_existing_loggers": False,
     "filters": {"request_id": {"()": "sluice.logs.RequestIdFilter"}},
     "formatters": {
-        "line": {"format": "{asctime} {levelname} {name} [{request_id}] {message}", "style": "{"},
+        "text": {"format": "{asctime} {levelname} {name} [{request_id}] {message}", "style": "{"},
+        "json": {"()": "inference.logs.JsonFormatter"},
     },
     "handlers": {
-        "stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["request_id"]},
+        "stderr": {"class": "logging.StreamHandler", "formatter": SLUICE.log_format, "filters": ["request_id"]},
     },
     "root": {"handlers": ["stderr"], "level": SLUICE.log_level.upper()},
     "loggers": {

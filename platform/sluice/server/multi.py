@@ -13,17 +13,16 @@ import contextlib
 import logging
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from inference import multiproc
 from inference.children import spawn
 from sluice.conf import ServerConfig
 
@@ -82,9 +81,10 @@ class Supervisor:
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, lambda n, frame: self._signals.append(n))
-        # Each process counts into files of its own here; whichever is scraped adds them up.
-        self._metrics_dir = tempfile.mkdtemp(prefix="sluice-metrics-")
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(signal.set_wakeup_fd, -1)
+            # Each process counts into files of its own here; whichever is scraped adds them up.
+            self._metrics_dir = stack.enter_context(multiproc.folder())
             for slot in range(self.config.processes):
                 self._start(slot)
             while self.children or (self._restart_at and not self._stopping):
@@ -98,9 +98,6 @@ class Supervisor:
                 self._reap()
                 self._start_due()
                 self._mind_time()
-        finally:
-            signal.set_wakeup_fd(-1)
-            shutil.rmtree(self._metrics_dir, ignore_errors=True)
         return self.exit_code
 
     # --- processes --------------------------------------------------------------------
@@ -109,7 +106,7 @@ class Supervisor:
         ready, told = os.pipe()
         fd = self.listener.fileno()
         command = [sys.executable, str(MANAGE), "serve", "--fd", str(fd), "--ready-fd", str(told)]
-        env = {**os.environ, **self.config.to_env(), "PROMETHEUS_MULTIPROC_DIR": self._metrics_dir}
+        env = {**os.environ, **self.config.to_env(), multiproc.VARIABLE: self._metrics_dir}
         try:
             process = spawn(command, env=env, pass_fds=(fd, told))
         finally:

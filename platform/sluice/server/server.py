@@ -16,6 +16,7 @@ from daphne.server import Server, twisted_loop
 from twisted.internet import defer, reactor
 from twisted.logger import STDLibLogObserver, globalLogBeginner
 
+from inference import metrics
 from inference.errors import SluiceError, StoreUnavailable
 from sluice.conf import ServerConfig
 from sluice.exchanges import ExchangeRegistry
@@ -258,6 +259,7 @@ class SluiceServer(Server):
             await self._wait_writable(protocol)
 
     async def _wait_writable(self, protocol: Any) -> None:
+        began = time.monotonic()
         try:
             async with asyncio.timeout(self.config.send_timeout):
                 await protocol.gate.wait_open()
@@ -269,6 +271,8 @@ class SluiceServer(Server):
                 extra={"event": "slow_client"},
             )
             protocol.abort()
+        finally:
+            metrics.SEND_PAUSED.inc(time.monotonic() - began)
 
     def kill_all_applications(self) -> Any:
         """Cancel what still runs when the loop is about to stop; but not for long."""

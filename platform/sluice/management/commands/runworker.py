@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from argparse import ArgumentParser
+from collections.abc import Iterator
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
+from inference import multiproc
 from inference.config import Config
 from inference.errors import SluiceError
 from inference.logs import configure
@@ -29,6 +32,15 @@ class Command(BaseCommand):
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--devices", help="auto (default), cpu, or for instance cuda:0,cuda:1")
         parser.add_argument("--workers-per-device", type=int, metavar="N", help="processes per device (default 1)")
+        parser.add_argument(
+            "--metrics-port",
+            type=int,
+            metavar="PORT",
+            help="serve the pool's own counters here; for pools on hosts without a server (default: no)",
+        )
+        parser.add_argument(
+            "--metrics-host", metavar="ADDRESS", help="address for that port (default 127.0.0.1; it asks for no key)"
+        )
         parser.add_argument("--models", metavar="ALIAS,...", help="serve only these of SLUICE_MODELS")
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -36,7 +48,8 @@ class Command(BaseCommand):
             config, models = self._config(options)
             devices = parse_devices(config.devices)
             configure("pool")
-            status = asyncio.run(_run(config, devices, models))
+            with exported(config):
+                status = asyncio.run(_run(config, devices, models))
         except SluiceError as exc:
             raise CommandError(str(exc)) from exc
         if status:
@@ -44,7 +57,11 @@ class Command(BaseCommand):
 
     @staticmethod
     def _config(options: dict[str, Any]) -> tuple[Config, list[str]]:
-        given = {k: options[k] for k in ("devices", "workers_per_device") if options.get(k) is not None}
+        given = {
+            k: options[k]
+            for k in ("devices", "workers_per_device", "metrics_port", "metrics_host")
+            if options.get(k) is not None
+        }
         config = Config.from_env(**given)
         if not config.redis_url:
             raise CommandError("REDIS_URL is not set; a pool needs the Redis that its servers use")
@@ -56,6 +73,36 @@ class Command(BaseCommand):
         # Workers read their settings from the environment, as this process did.
         os.environ["SLUICE_DEVICES"] = config.devices
         return config, models
+
+
+@contextlib.contextmanager
+def exported(config: Config) -> Iterator[None]:
+    """Serve what the pool's processes count, where a port is set.
+
+    Raises:
+        CommandError: nothing can listen there.
+    """
+    if not config.metrics_port:
+        yield
+        return
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    with multiproc.folder() as folder:
+        os.environ[multiproc.VARIABLE] = folder  # the workers inherit it
+        registry = CollectorRegistry()
+        registry.register(multiproc.Merged(folder))
+        try:
+            server, thread = start_http_server(config.metrics_port, config.metrics_host, registry)
+        except OSError as exc:
+            raise CommandError(
+                f"Cannot serve metrics on {config.metrics_host}:{config.metrics_port}: {exc.strerror or exc}"
+            ) from exc
+        try:
+            yield
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join(2.0)
 
 
 async def _run(config: Config, devices: list[str], models: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -18,6 +19,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DatabaseError, connections
 
 from apps.accounts.services import FirstRun, ensure_first_run
+from inference import multiproc
 from inference.config import Config
 from inference.errors import ConfigError, SluiceError
 from inference.models.registry import DEFAULT_TARGET, check_folder, default_folder
@@ -56,6 +58,9 @@ class Command(BaseCommand):
             pool=Child("worker pool", grace=core.drain_timeout + 5, hurried=HURRIED_POOL),
         )
         problem: str | None = None
+        folder = contextlib.ExitStack()
+        # Server and pool count into files of their own here; /metrics adds them up.
+        os.environ[multiproc.VARIABLE] = folder.enter_context(multiproc.folder())
         try:
             self._start(tree, core, web, started)
             while True:
@@ -68,6 +73,7 @@ class Command(BaseCommand):
             signals.hurry_up()  # nobody can be served any more
         finally:
             killed = tree.stop()
+            folder.close()
         if killed:
             problem = f"{problem}; " if problem else ""
             problem += f"the {' and the '.join(killed)} did not stop in time and had to be killed"
