@@ -130,6 +130,12 @@ def run(*args: str) -> tuple[str, str]:
     return out.getvalue(), err.getvalue()
 
 
+def test_command_sets_limits() -> None:
+    run("create", "ci", "--requests-per-minute", "2", "--tokens-per-day", "0")
+    key = ApiKey.objects.get()
+    assert (key.requests_per_minute, key.tokens_per_day, key.tokens_per_minute) == (2, 0, None)
+
+
 def test_command_creates_lists_and_revokes(ann: Any) -> None:
     out, err = run("create", "ci", "--user", "ann", "--scope", "generate", "--model", "small", "--days", "7")
     key = ApiKey.objects.get()
@@ -152,6 +158,7 @@ def test_command_creates_lists_and_revokes(ann: Any) -> None:
         (["create", "x", "--scope", "root"], "invalid choice"),
         (["create", "x", "--days", "-1"], "must be more than 0"),
         (["create", "x", "--days", "nan"], "must be more than 0"),
+        (["create", "x", "--tokens-per-minute", "-1"], "must be 0 or more"),
         (["revoke", "zzzzzzzz"], "no key"),
         ([], "required"),
     ],
@@ -240,8 +247,9 @@ def test_admin_creates_a_key_through_the_service(boss_browser: Client, ann: Any,
     url = reverse("admin:accounts_apikey_add")
     assert boss_browser.get(url).status_code == 200
     data = {"name": HOSTILE, "user": ann.pk, "scopes": ["generate"], "allowed_models": "a, b"}
-    page = boss_browser.post(url, data)
+    page = boss_browser.post(url, {**data, "concurrent_requests": "3"})
     key = ApiKey.objects.get()
+    assert (key.concurrent_requests, key.requests_per_minute) == (3, None)
     assert page.context["created"].secret in page.content.decode()
     assert "no-store" in page["Cache-Control"] and "sk-sluice" not in str(page.cookies)
     assert (key.user, key.scopes, key.allowed_models) == (ann, ["generate"], ["a", "b"])

@@ -52,7 +52,15 @@ class Command(BaseCommand):
                 days: float | None, quiet: bool, **rest: Any) -> None:  # fmt: skip
         owner = _user(user) if user else None
         expires = timezone.now() + timedelta(days=days) if days is not None else None
-        made = services.create_key(None, name=name, user=owner, scopes=scope, expires_at=expires, allowed_models=model)
+        made = services.create_key(
+            None,
+            name=name,
+            user=owner,
+            scopes=scope,
+            expires_at=expires,
+            allowed_models=model,
+            limits={n: rest[n] for n in LIMIT_FIELDS},
+        )
         self.stdout.write(made.secret)
         if not quiet:
             self.stderr.write(f"Key {made.key.prefix} created. It is not shown again: keep it now.")
