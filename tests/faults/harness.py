@@ -322,7 +322,7 @@ class Rig:
     async def server(self, **settings: Any) -> Server:
         """An API server, once it is ready. The database and the API key are made with the first."""
         if not self.key:
-            self.settings["DATABASE_URL"], self.key = database(self.folder)
+            self.settings["DATABASE_URL"], self.key = await asyncio.to_thread(database, self.folder)
         port = find_free_port()
         process = self.spawn("serve", "--port", str(port), **settings)
         server = Server(process, port, self.key)

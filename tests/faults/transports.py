@@ -143,7 +143,8 @@ class Call:
                         self.reply.error = message["error"]
                         await socket.close()
         except ConnectionClosed as exc:
-            self.reply.error = self.reply.error or {"code": str(exc.rcvd and exc.rcvd.code)}
+            if not self.reply.done:
+                self.reply.error = self.reply.error or {"code": str(exc.rcvd and exc.rcvd.code)}
 
     async def _read_json(self) -> None:
         assert self.exchange is not None
