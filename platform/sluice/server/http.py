@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 from daphne.http_protocol import HTTPFactory, WebRequest
@@ -12,6 +13,8 @@ from twisted.web import http
 from sluice.consumers.errors import error_body
 from sluice.server import sockets
 from sluice.server.gate import WriteGate
+
+_PHRASES = {status.value: status.phrase.encode("ascii") for status in HTTPStatus}
 
 #: How long a refused client may go on sending what nobody reads, so that it gets to read the refusal.
 LINGER = 2.0
@@ -45,6 +48,12 @@ class SluiceRequest(WebRequest):
             values = self.responseHeaders.getRawHeaders(b"connection") or []
             if any(value.lower() == b"close" for value in values):
                 self.channel.persistent = 0
+
+    def setResponseCode(self, code: int, message: bytes | None = None) -> None:
+        # Twisted's own table of phrases ends before 429.
+        if message is None:
+            message = _PHRASES.get(code)
+        super().setResponseCode(code, message)
 
     def finish(self) -> None:
         if self.producer is not None and self.channel is not None:
