@@ -7,7 +7,7 @@ from typing import Any
 
 from apps.accounts.auth import issue_ticket
 from apps.accounts.tickets import TICKET_SECONDS
-from apps.api import deps, plan, prompts, upstream
+from apps.api import deps, jobs, plan, prompts, upstream
 from apps.api import tools as toolkit
 from apps.api.errors import invalid, unknown_model
 from apps.api.http import ApiConsumer
@@ -64,7 +64,7 @@ class TokenizeConsumer(ApiConsumer):
         model = plan.resolve_model(asked.model, self.caller)
         tokenizer = await deps.tokenizer(model)
         upstream.check_tokenizer(tokenizer)
-        limit = plan.context_limit(model, tokenizer)
+        limit = jobs.context_limit(model, tokenizer)
         if isinstance(asked.prompt, str) == isinstance(asked.messages, list):
             raise invalid("Give either prompt or messages.", "prompt", "missing_required_parameter")
         if isinstance(asked.prompt, str):

@@ -24,7 +24,7 @@ MODELS = (
 
 
 START_SECONDS = 90
-#: One process instead of six: database, a superuser, and the four keys, printed in order.
+#: One process instead of six: database, a superuser, and the keys, printed in order.
 SET_UP = """
 import django
 django.setup()
@@ -36,6 +36,7 @@ root = User.objects.create_superuser("root", "", "a password of the tests")
 print(create_key(None, name="first").secret, create_key(None, name="second").secret)
 print(create_key(None, name="boss", user=root, scopes=["generate", "read", "admin"]).secret)
 print(create_key(None, name="narrow", allowed_models=["demo"]).secret)
+print(create_key(None, name="slow", limits={"requests_per_minute": 2, "max_tokens_per_request": 20}).secret)
 """
 
 
@@ -45,7 +46,8 @@ class Site:
 
     Attributes:
         key: may generate and read. admin: also everything else. other: another
-            ordinary key. demo_only: may use the model ``demo`` alone.
+            ordinary key. demo_only: may use the model ``demo`` alone. limited: two
+            requests a minute, 20 tokens each.
     """
 
     url: str
@@ -53,6 +55,7 @@ class Site:
     admin: str
     other: str
     demo_only: str
+    limited: str
     log: Path
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -77,6 +80,7 @@ def start(folder: Path, valkey: EmbeddedValkey) -> Site:
         "SLUICE_VAR_DIR": str(folder),
         "SLUICE_PRE_DRAIN": "0",
         "SLUICE_PING_INTERVAL": "0.3",
+        "SLUICE_MAX_QUEUED": "20",
         "SLUICE_DEBUG": "0",
         "DJANGO_SETTINGS_MODULE": "sluice.settings",
     }
@@ -85,7 +89,7 @@ def start(folder: Path, valkey: EmbeddedValkey) -> Site:
         [sys.executable, "-c", SET_UP], cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_SECONDS
     )
     assert done.returncode == 0, done.stderr
-    key, other, admin, demo_only = done.stdout.split()[-4:]
+    key, other, admin, demo_only, limited = done.stdout.split()[-5:]
     log = (folder / "server.log").open("w")
     pool = subprocess.Popen(
         [sys.executable, "manage.py", "runworker", "--devices", "cpu"], cwd=ROOT, env=env, stderr=log, text=True
@@ -99,7 +103,7 @@ def start(folder: Path, valkey: EmbeddedValkey) -> Site:
         text=True,
     )
     log.close()  # the processes have their own
-    site = Site("", key, admin, other, demo_only, folder / "server.log", [server, pool])
+    site = Site("", key, admin, other, demo_only, limited, folder / "server.log", [server, pool])
     try:
         _wait(site, server)
     except BaseException:

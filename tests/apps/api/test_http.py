@@ -252,7 +252,8 @@ async def test_queue_events_and_pings_while_waiting(site: Site) -> None:
     holder = chat(model="one", max_tokens=200, ignore_eos=True, stream=True)
     waiter = chat(model="one", max_tokens=1, stream=True, stream_options={"include_queue": True})
     async with site.client() as client, client.stream("POST", "/v1/chat/completions", json=holder) as held:
-        await anext(held.aiter_lines())
+        lines = held.aiter_lines()  # kept: a dropped iterator would close the response
+        await anext(lines)
         async with client.stream("POST", "/v1/chat/completions", json=waiter) as waiting:
             seen = []
             async for line in waiting.aiter_lines():
@@ -335,3 +336,37 @@ async def test_se_06_a_large_body_is_refused_fast(site: Site) -> None:
             reply = await client.post("/v1/chat/completions", content=json.dumps(chat("a" * size)).encode())
             assert reply.status_code in (400, 413)
             assert reply.json()["error"]["code"] in ("body_too_large", "context_length_exceeded")
+
+
+async def test_a_caller_is_held_to_its_limits_on_every_transport(site: Site) -> None:
+    async with site.client(site.limited) as client:
+        long = await client.post("/v1/chat/completions", json=chat(max_tokens=50))
+        assert (long.status_code, long.json()["error"]["code"]) == (400, "limit_exceeded")
+        first = await client.post("/v1/chat/completions", json=chat())
+        second = await client.post("/generate", json={"prompt": "x", "max_tokens": 2})
+        third = await client.post("/v1/chat/completions", json=chat(stream=True))
+    assert first.status_code == second.status_code == 200
+    assert first.headers["x-ratelimit-limit-requests"] == "2"
+    assert third.status_code == 429
+    assert int(third.headers["retry-after"]) >= 1
+    assert third.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_lc_08_a_full_queue_refuses_at_once_with_a_time(site: Site) -> None:
+    holder = chat(model="one", max_tokens=400, ignore_eos=True, stream=True)
+    async with site.client() as client, client.stream("POST", "/v1/chat/completions", json=holder) as held:
+        lines = held.aiter_lines()  # kept: a dropped iterator would close the response
+        await anext(lines)
+        asked = [
+            asyncio.create_task(
+                client.post("/v1/chat/completions", json=chat(model="one", max_tokens=1, stream=i % 2 == 0, timeout=3))
+            )
+            for i in range(40)
+        ]
+        replies = await asyncio.gather(*asked)
+    refused = [r for r in replies if r.status_code == 429]
+    assert len(refused) >= 15
+    assert all(int(r.headers["retry-after"]) >= 1 for r in refused)
+    assert all(r.json()["error"]["code"] == "overloaded" for r in refused)
+    # The others were admitted, and their own timeout ended them in the queue.
+    assert {r.status_code for r in replies} <= {200, 408, 429}

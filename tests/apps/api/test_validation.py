@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +13,7 @@ from apps.api.errors import ApiError
 from apps.api.schema.base import Decoder
 from apps.api.schema.generation import ChatBody, CompletionBody, GenerateBody, SocketMessage
 from apps.api.schema.refused import REFUSED
+from apps.api.schema.responses import ResponseBody
 from tests.apps.api.live import Site, chat
 
 decode_chat = Decoder(ChatBody)
@@ -135,18 +136,22 @@ async def test_high_priority_needs_the_admin_scope(site: Site) -> None:
         assert (await client.post("/v1/chat/completions", json=chat(priority="high"))).status_code == 200
 
 
+BASES: dict[type, dict[str, Any]] = {
+    ChatBody: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+    CompletionBody: {"model": "m", "prompt": "x"},
+    ResponseBody: {"model": "m", "input": "x"},
+}
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused_fields_are_refused_by_name_and_null_is_absent(name: str) -> None:
-    for kind in (ChatBody, CompletionBody):
-        if name not in kind.__struct_fields__:
-            continue
-        base: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-        if kind is CompletionBody:
-            base = {"model": "m", "prompt": "x"}
+    kinds = [kind for kind in BASES if get_type_hints(kind).get(name) is type(None)]
+    assert kinds or name in ("include",)
+    for kind in kinds:
         decode: Decoder[Any] = Decoder(kind)
-        decode(json.dumps({**base, name: None}).encode())
+        decode(json.dumps({**BASES[kind], name: None}).encode())
         with pytest.raises(ApiError) as caught:
-            decode(json.dumps({**base, name: {"a": 1}}).encode())
+            decode(json.dumps({**BASES[kind], name: {"a": 1}}).encode())
         assert caught.value.code == "unsupported_parameter"
         assert name in caught.value.message
 

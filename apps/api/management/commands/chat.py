@@ -1,0 +1,49 @@
+"""``manage.py chat``: talk to a model from a terminal."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser
+from typing import Any
+
+import httpx
+from django.core.management.base import BaseCommand, CommandError
+
+from apps.api.terminal import Conversation, Terminal, TerminalError, first_model
+
+
+class Command(BaseCommand):
+    help = (
+        "Talk to a model of a running server, streamed. /reset, /system, /save and /help inside; "
+        "Ctrl-C stops the answer, Ctrl-D leaves."
+    )
+    requires_system_checks: list[str] = []
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("--url", default=os.environ.get("SLUICE_URL", "http://127.0.0.1:8000"), help="the server")
+        parser.add_argument("--key", help="an API key (default: SLUICE_API_KEY)")
+        parser.add_argument("--model", help="alias of a model (default: the first)")
+        parser.add_argument("--system", default="", help="system message")
+        parser.add_argument("--temperature", type=float)
+        parser.add_argument("--max-tokens", type=int)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        key = options["key"] or os.environ.get("SLUICE_API_KEY", "")
+        if not key:
+            raise CommandError(
+                "Give an API key with --key or SLUICE_API_KEY; 'manage.py apikey create NAME' makes one."
+            )
+        try:
+            import readline  # noqa: F401 - line editing and history where the platform has them
+        except ImportError:
+            pass
+        extra = {"temperature": options["temperature"], "max_tokens": options["max_tokens"]}
+        chosen = {name: value for name, value in extra.items() if value is not None}
+        timeout = httpx.Timeout(10.0, read=60.0)  # pings come every few seconds
+        headers = {"Authorization": f"Bearer {key}"}
+        try:
+            with httpx.Client(base_url=options["url"], headers=headers, timeout=timeout) as client:
+                model = options["model"] or first_model(client)
+                Terminal(Conversation(client, model, options["system"], **chosen), input, self.stdout._out).run()
+        except TerminalError as exc:
+            raise CommandError(str(exc)) from exc

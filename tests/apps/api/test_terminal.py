@@ -1,0 +1,114 @@
+"""``manage.py chat``: commands, streaming, and Ctrl-C that stops the answer and not the program."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from apps.api.terminal import Conversation, Terminal, TerminalError, first_model
+from tests.apps.api.live import Site
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def talk(site: Site, lines: list[str], model: str = "demo", **options: Any) -> tuple[str, Conversation]:
+    given = iter(lines)
+
+    def read(prompt: str) -> str:
+        try:
+            return next(given)
+        except StopIteration:
+            raise EOFError from None
+
+    out = io.StringIO()
+    with httpx.Client(base_url=site.url, headers={"Authorization": f"Bearer {site.key}"}, timeout=20) as client:
+        conversation = Conversation(client, model, **options)
+        Terminal(conversation, read, out).run()
+    return out.getvalue(), conversation
+
+
+def test_a_conversation_with_commands(site: Site, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    lines = ["[[say:Hello.]]", f"/save {file}", "/system Be kind.", "/system", "[[say:Yes.]]", "/nonsense", "/help"]
+    printed, conversation = talk(site, lines, max_tokens=50)
+    assert "Hello.\n" in printed
+    assert "Be kind." in printed
+    assert "There is no command /nonsense" in printed
+    saved = json.loads(file.read_text())
+    assert [m["role"] for m in saved["messages"]] == ["user", "assistant"]
+    assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant"]
+    conversation.reset()
+    assert conversation.messages == [{"role": "system", "content": "Be kind."}]
+
+
+def test_errors_are_said_and_the_program_goes_on(site: Site) -> None:
+    printed, conversation = talk(site, ["[[error@2]]", "x" * 9000, "[[say:ok]]"], max_tokens=20)
+    assert printed.count("error: ") == 2
+    assert "ok\n" in printed
+    assert conversation.messages[-1]["content"] == "ok"
+    # Half an answer is not fed back as a whole one: the failed turns are forgotten.
+    assert [m["content"] for m in conversation.messages] == ["[[say:ok]]", "ok"]
+
+
+def test_a_wrong_key_and_a_missing_server_are_named(site: Site) -> None:
+    with (
+        httpx.Client(base_url=site.url, headers={"Authorization": "Bearer wrong"}) as client,
+        pytest.raises(TerminalError, match="API key"),
+    ):
+        first_model(client)
+    with httpx.Client(base_url="http://127.0.0.1:9") as client, pytest.raises(TerminalError, match="running"):
+        first_model(client)
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(site: Site) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "manage.py", "chat", "--url", site.url, "--model", "slow", "--max-tokens", "400"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", "SLUICE_API_KEY": site.key},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    seen = b""
+
+    def until(marker: bytes, seconds: float = 60) -> None:
+        nonlocal seen
+        end = time.monotonic() + seconds
+        while marker not in seen:
+            assert time.monotonic() < end, seen
+            try:
+                seen += os.read(ours, 4096)
+            except OSError:
+                pytest.fail(f"the program has ended: {seen!r}")
+
+    try:
+        until(b"> ")
+        seen = b""
+        os.write(ours, b"tell me a lot\n")
+        until(b" ")
+        time.sleep(0.5)  # some of the answer
+        process.send_signal(signal.SIGINT)
+        until(b"(stopped)")
+        until(b"> ")
+        assert process.poll() is None
+        os.write(ours, b"/quit\n")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
