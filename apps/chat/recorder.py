@@ -229,8 +229,8 @@ class Recorder:
                     await asyncio.gather(keeper, return_exceptions=True)
         except RequestEnded as exc:
             await self._ended_early(recording, exc)
-        except Detached:
-            await self._release(recording)
+        except Detached as exc:
+            await self._release(recording, free=not exc.superseded)
         except NotFound:
             await self._end(recording, State.FAILED, "interrupted", _INTERRUPTED, "interrupted")
         except Refused as exc:
@@ -293,11 +293,16 @@ class Recorder:
         else:
             await self._end(recording, State.FAILED, str(outcome.reason), str(exc), str(outcome.reason))
 
-    async def _release(self, recording: Recording) -> None:
-        """Save what is here; whoever attaches next reads the rest from the log."""
+    async def _release(self, recording: Recording, *, free: bool) -> None:
+        """Save what is here; whoever attaches next reads the rest from the log.
+
+        ``free``: nobody writes it now, so the next one need not wait for signs of life.
+        """
         self._drop(recording)
         try:
             await self._checkpoint(recording)
+            if free:
+                await database_sync_to_async(services.abandon)(recording.message_id, recording.request_id)
         except DatabaseError:
             logger.warning("chat answer %s: last text not saved", recording.message_id)
         recording.release()

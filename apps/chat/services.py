@@ -377,6 +377,13 @@ def checkpoint(message_id: uuid.UUID, request_id: str, seq: int, **fields: Any) 
     )
 
 
+def abandon(message_id: uuid.UUID, request_id: str) -> None:
+    """The writer stops although the answer goes on: whoever shows it next takes it over at once."""
+    Message.objects.filter(id=message_id, request_id=request_id, state=State.STREAMING).update(
+        touched_at=timezone.now() - timedelta(hours=1)
+    )
+
+
 def finish(message_id: uuid.UUID, request_id: str, **fields: Any) -> bool:
     """Write an answer's end, once: whoever comes second changes nothing."""
     return bool(

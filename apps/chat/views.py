@@ -13,7 +13,7 @@ from django.contrib.auth.decorators import login_required
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import render
 from django.views.decorators.csrf import ensure_csrf_cookie
-from django.views.decorators.http import require_GET, require_http_methods
+from django.views.decorators.http import require_http_methods, require_safe
 
 from apps.chat import services
 from apps.chat.models import Conversation, Preset
@@ -62,7 +62,7 @@ def _body(request: HttpRequest) -> dict[str, Any]:
 
 @login_required
 @ensure_csrf_cookie
-@require_GET
+@require_safe
 def page(request: HttpRequest, conversation_id: Any = None) -> HttpResponse:
     """The chat page; with an id, on that conversation."""
     detail = None
@@ -125,7 +125,7 @@ def _stop_all(found: Conversation) -> None:
                 continue
 
 
-@require_GET
+@require_safe
 @json_view
 def export(request: HttpRequest, conversation_id: Any, kind: str) -> HttpResponse:
     """The conversation as a file: ``md`` (the shown branch) or ``json`` (everything)."""
