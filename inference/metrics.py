@@ -46,51 +46,65 @@ _CHUNK = 500
 #: Of more engine steps at once than this, the rest is not observed.
 _MAX_STEPS = 64
 
-STARTED = Counter("sluice_requests_started", "Requests accepted into the queue.", ["endpoint", "transport", "model"])
-REQUESTS = Counter(
+#: Every metric below: name as scraped -> (type, text, labels). The page of the metrics is made from it.
+DEFINED: dict[str, tuple[str, str, tuple[str, ...]]] = {}
+
+
+def _counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+    DEFINED[f"{name}_total"] = ("counter", text, tuple(labels))
+    return Counter(name, text, labels)
+
+
+def _histogram(name: str, text: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
+    DEFINED[name] = ("histogram", text, tuple(labels))
+    return Histogram(name, text, labels, buckets=buckets)
+
+
+STARTED = _counter("sluice_requests_started", "Requests accepted into the queue.", ["endpoint", "transport", "model"])
+REQUESTS = _counter(
     "sluice_requests",
     "Requests that have ended, by how. The sum over outcomes is what was started and is not in flight.",
     ["endpoint", "transport", "model", "outcome", "reason"],
 )
-REFUSED = Counter(
+REFUSED = _counter(
     "sluice_requests_refused",
     "Requests turned away before they were stored: unknown model, no worker, too long, queue full, no Redis.",
     ["model", "reason"],
 )
-STREAMS = Counter(
+STREAMS = _counter(
     "sluice_streams",
     "Streams whose reader is done, by how the stream itself ended, whatever its HTTP status was.",
     ["outcome"],
 )
-TTFT = Histogram(
+TTFT = _histogram(
     "sluice_time_to_first_token_seconds",
     "From acceptance, queue included, to the first token; once per request that produced one.",
     ["model"],
     buckets=TTFT_BUCKETS,
 )
-ITL = Histogram(
+ITL = _histogram(
     "sluice_inter_token_latency_seconds",
     "Between consecutive tokens of a request as they reached its server; one fewer than tokens.",
     ["model"],
     buckets=ITL_BUCKETS,
 )
-DURATION = Histogram(
+DURATION = _histogram(
     "sluice_request_duration_seconds", "From acceptance to the end.", ["model", "outcome"], buckets=DURATION_BUCKETS
 )
-QUEUE_WAIT = Histogram(
+QUEUE_WAIT = _histogram(
     "sluice_queue_wait_seconds", "From acceptance to the first claim by a worker.", ["model"], buckets=TTFT_BUCKETS
 )
-STEP = Histogram(
+STEP = _histogram(
     "sluice_step_duration_seconds", "Engine steps, as their worker saw them.", ["model"], buckets=STEP_BUCKETS
 )
-PROMPT_TOKENS = Counter("sluice_prompt_tokens", "Prompt tokens of ended requests.", ["model"])
-GENERATED_TOKENS = Counter("sluice_generated_tokens", "Generated tokens of ended requests.", ["model"])
-CACHED_TOKENS = Counter("sluice_cached_prompt_tokens", "Prompt tokens found in a worker's prefix cache.", ["model"])
-SETTLE_RETRIES = Counter("sluice_settle_retries", "Settle scripts that were repeated because Redis did not answer.")
-REDIS_ERRORS = Counter("sluice_redis_errors", "Round trips to Redis that failed.")
-REAPED = Counter("sluice_reaped", "What reapers ended or put back, by what had gone wrong.", ["kind"])
-FAILOVERS = Counter("sluice_failovers", "Requests taken from a lost worker, by what became of them.", ["result"])
-SEND_PAUSED = Counter("sluice_send_paused_seconds", "Time that handlers waited for clients who did not read.")
+PROMPT_TOKENS = _counter("sluice_prompt_tokens", "Prompt tokens of ended requests.", ["model"])
+GENERATED_TOKENS = _counter("sluice_generated_tokens", "Generated tokens of ended requests.", ["model"])
+CACHED_TOKENS = _counter("sluice_cached_prompt_tokens", "Prompt tokens found in a worker's prefix cache.", ["model"])
+SETTLE_RETRIES = _counter("sluice_settle_retries", "Settle scripts that were repeated because Redis did not answer.")
+REDIS_ERRORS = _counter("sluice_redis_errors", "Round trips to Redis that failed.")
+REAPED = _counter("sluice_reaped", "What reapers ended or put back, by what had gone wrong.", ["kind"])
+FAILOVERS = _counter("sluice_failovers", "Requests taken from a lost worker, by what became of them.", ["result"])
+SEND_PAUSED = _counter("sluice_send_paused_seconds", "Time that handlers waited for clients who did not read.")
 
 _aliases: set[str] = set()
 
