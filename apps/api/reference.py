@@ -67,8 +67,14 @@ def rows(kind: type[msgspec.Struct], *, common: bool = True) -> list[Row]:
         if field == {"type": "null", "default": None}:
             out.append(Row(name, "refused", "null", REFUSED[name], "null only", "unsupported_parameter"))
             continue
-        support = "required" if name in required else "no effect" if name in NO_EFFECT else "supported"
-        meaning = NO_EFFECT.get(name) or _meaning(field, schemas) or ("Which message it is." if name == "type" else "")
+        # Responses are kept and give their metadata back; the other endpoints do neither.
+        idle = name in NO_EFFECT and not (kind is ResponseBody and name in ("metadata", "store"))
+        support = "required" if name in required else "no effect" if idle else "supported"
+        meaning = (
+            (NO_EFFECT[name] if idle else "")
+            or _meaning(field, schemas)
+            or ("Which message it is." if name == "type" else "")
+        )
         error = "missing_required_parameter, invalid_value" if name in required else "invalid_value"
         out.append(Row(name, support, _kind(field, schemas), meaning, _limits(field), error))
     return out
