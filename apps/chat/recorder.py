@@ -211,7 +211,7 @@ class Recorder:
                 return False
             if recording.watchers:
                 # The writer counts only its own watchers; this keeps it going for ours.
-                await database_sync_to_async(services.hold)(row.conversation)
+                await database_sync_to_async(services.hold)(row.conversation_id)
             await asyncio.sleep(FOLLOW_SECONDS)
 
     async def _record(self, recording: Recording, opener: Opener) -> None:

@@ -160,9 +160,9 @@ def streaming_answers(conversation: Conversation) -> list[Message]:
     return list(conversation.messages.filter(state=State.STREAMING))
 
 
-def hold(conversation: Conversation) -> None:
+def hold(conversation_id: uuid.UUID) -> None:
     """A page that shows this conversation is on its way: let its answers go on meanwhile."""
-    Message.objects.filter(conversation=conversation, state=State.STREAMING).update(
+    Message.objects.filter(conversation_id=conversation_id, state=State.STREAMING).update(
         hold_until=timezone.now() + timedelta(seconds=HOLD_SECONDS)
     )
 

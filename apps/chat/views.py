@@ -71,7 +71,7 @@ def page(request: HttpRequest, conversation_id: Any = None) -> HttpResponse:
         if found is None:
             return render(request, "chat/missing.html", status=404)
         # The page was perhaps just reloaded in mid-answer: its socket is on its way.
-        services.hold(found)
+        services.hold(found.id)
         detail = detail_json(found)
     boot = {"list": _list(request, "", 0), "detail": detail, "presets": _presets(request.user)}
     response = render(request, "chat/chat.html", {"boot": boot})

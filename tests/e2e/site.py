@@ -60,6 +60,7 @@ class Site:
             **env,
         }
         self.server: subprocess.Popen[bytes] | None = None
+        self.second: subprocess.Popen[bytes] | None = None
         self.pool: subprocess.Popen[bytes] | None = None
         self._logs: list[Any] = []
         self._cookies: dict[str, list[Any]] = {}
@@ -120,19 +121,27 @@ class Site:
     def start_server(self) -> None:
         self.server = self._spawn("server", "serve", "--port", str(self.port))
 
+    def start_second_server(self) -> str:
+        """Another server on the same database and Redis; its URL."""
+        port = find_free_port()
+        self.second = self._spawn("second", "serve", "--port", str(port))
+        url = f"http://127.0.0.1:{port}"
+        eventually_sync(lambda: self.status("/readyz", url) == 200, self.start_seconds, what="a second server")
+        return url
+
     def start_pool(self) -> None:
         self.pool = self._spawn("pool", "runworker")
 
-    def status(self, path: str) -> int:
+    def status(self, path: str, url: str = "") -> int:
         import httpx
 
         try:
-            return httpx.get(self.url + path, timeout=2).status_code
+            return httpx.get((url or self.url) + path, timeout=2).status_code
         except httpx.HTTPError:
             return 0
 
     def close(self) -> None:
-        for process in (self.server, self.pool):
+        for process in (self.server, self.second, self.pool):
             if process is not None and process.poll() is None:
                 process.send_signal(signal.SIGINT)
                 try:

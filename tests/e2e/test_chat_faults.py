@@ -87,6 +87,31 @@ def test_ui_02_redis_gone_shows_an_error_with_retry(
     wait_done(page)
 
 
+def test_pages_on_two_servers_agree(make_site: Callable[..., Site], contexts: Callable[..., Any]) -> None:
+    """The server that does not write follows the one that does, and keeps the answer going."""
+    site = make_site()
+    second = site.start_second_server()
+    here = open_chat(contexts(site))
+    text = counted(110)
+    say(here, text)
+    wait_text(here, "gamma2")
+    here.wait_for_url("**/c/**")
+    there = open_chat(contexts(site, url=second), here.url.replace(site.url, ""))
+    wait_text(there, "epsilon4")
+    here.close()
+    wait_done(there, 60_000)
+    assert answer_text(there) == text
+    assert last_answer(there).locator(".notice").is_hidden()
+    # Stop works from either.
+    say(there, counted(300), "Again")
+    wait_text(there, "gamma2")
+    again = open_chat(contexts(site), there.url.replace(second, ""))
+    wait_text(again, "gamma2")
+    again.click("#stop")
+    wait_done(there)
+    site.wait_quiet(2.0)
+
+
 def test_ui_02_an_error_in_mid_answer_shows_on_its_message(page: Any) -> None:
     ask(page, "Break please [[error@4]]")
     answer = wait_done(page)
