@@ -185,7 +185,14 @@ class Recorder:
 
     async def _take_up(self, recording: Recording, caller: Caller) -> None:
         """Go on with an answer that this process did not begin."""
-        if await self._follow(recording):
+        try:
+            if await self._follow(recording):
+                return
+        except Exception:
+            # The edge of this task: its watchers are let go and ask again, rather than wait for ever.
+            logger.exception("chat answer %s can not be followed", recording.message_id)
+            self._drop(recording)
+            recording.release()
             return
         if not recording.request_id:
             await self._end(recording, State.FAILED, "interrupted", _INTERRUPTED, "interrupted")
