@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
+from inference import metrics as counted_here
+from inference import multiproc
+from inference.errors import StoreUnavailable
 from inference.gateway import Gateway
+from inference.lifecycle import Outcome, Reason
+from inference.redisio import Script
+from inference.store import RequestStore
+from inference.store.store import SETTLE, SUBMIT
 from sluice import metrics, runtime
+from sluice.metrics import reference
+from sluice.metrics.live import LIVE
+from tests.conftest import ROOT
 from tests.core.conftest import Deploy, deploy, read, spec  # noqa: F401
 from tests.support import eventually
 
@@ -95,3 +112,155 @@ def gauge(text: bytes, series: str) -> float:
     found = re.search(rf"^{re.escape(series)} (\S+)$", text.decode(), re.M)
     assert found, series
     return float(found[1])
+
+
+# -- replies that are lost -----------------------------------------------------------------------------
+
+
+def lose_reply(monkeypatch: pytest.MonkeyPatch, gateway: Gateway, which: Script) -> list[str]:
+    """The next call of a script is carried out, but its reply never arrives."""
+    real, lost = gateway.redis.script, []
+
+    def script(called: Script, keys: Any, args: Any) -> asyncio.Future[Any]:
+        reply = real(called, keys, args)
+        if called is not which or lost:
+            return reply
+        lost.append(called.name)
+        broken = asyncio.get_running_loop().create_future()
+        reply.add_done_callback(lambda _: broken.set_exception(StoreUnavailable("lost")))
+        return broken
+
+    monkeypatch.setattr(gateway.redis, "script", script)
+    return lost
+
+
+async def test_an_ending_whose_reply_was_lost_counts_once(deploy: Deploy, counted, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    deployment = deploy()
+    gateway = await gateway_with_metrics(deployment)
+    retries = total("sluice_settle_retries_total")
+    lost = lose_reply(monkeypatch, gateway, SETTLE)
+    async with gateway.request(spec(5)) as stream:
+        await read(stream)
+    await eventually(lambda: counted("sluice_requests_total") == 1)
+    assert lost == ["settle"]
+    assert total("sluice_settle_retries_total") == retries + 1
+    async with gateway.request(spec(5)) as stream:
+        await read(stream)
+    await deployment.clean(gateway)
+    assert counted("sluice_requests_total") == counted("sluice_requests_started_total") == 2
+    assert [e.reason for e in deployment.endings] == ["length", "length"]
+
+
+async def test_a_submit_whose_reply_was_lost_counts_as_started(deploy: Deploy, counted, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    deployment = deploy()
+    gateway = await gateway_with_metrics(deployment)
+    lost = lose_reply(monkeypatch, gateway, SUBMIT)
+    with pytest.raises(StoreUnavailable):
+        async with gateway.request(spec(500)):
+            pass
+    assert lost == ["submit"]
+    await eventually(lambda: counted("sluice_requests_total") == 1)
+    assert counted("sluice_requests_started_total") == 1
+
+
+async def test_what_a_process_without_metrics_ends_is_counted_by_the_server(deploy: Deploy, counted) -> None:  # type: ignore[no-untyped-def]
+    deployment = deploy()
+    gateway = await gateway_with_metrics(deployment)
+    store = RequestStore(gateway.redis, deployment.config, counts=False)  # as manage.py inflight --cancel
+    with pytest.raises(Exception, match="operator"):
+        async with gateway.request(spec(4000)) as stream:
+            await stream.next()
+            assert await store.settle(stream.id, Outcome.cancelled(Reason.ADMIN)) is not None
+            await read(stream)
+    await eventually(lambda: counted("sluice_requests_total") == 1)
+    assert deployment.endings[-1].reason == "admin"
+
+
+async def test_refusals_have_their_reason(deploy: Deploy) -> None:
+    deployment = deploy()
+    gateway = await deployment.gateway()
+    before = value("sluice_requests_refused_total", model="scripted", reason="not_serving")
+    with pytest.raises(Exception, match="No worker"):
+        async with gateway.request(spec(5)):
+            pass
+    assert value("sluice_requests_refused_total", model="scripted", reason="not_serving") == before + 1
+
+
+# -- several processes ---------------------------------------------------------------------------------
+
+COUNT = """
+import sys
+from inference import metrics
+metrics.know(["m"])
+metrics.REAPED.labels("deadline").inc(int(sys.argv[1]))
+metrics.TTFT.labels("m").observe(0.3)
+"""
+
+
+def count_in_a_process(folder: Path, number: int) -> None:
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", multiproc.VARIABLE: str(folder)}
+    subprocess.run([sys.executable, "-c", COUNT, str(number)], env=env, check=True, timeout=60)
+
+
+def test_the_dead_are_added_up_into_one_file(tmp_path: Path) -> None:
+    for number in (3, 4):
+        count_in_a_process(tmp_path, number)
+    assert len(list(tmp_path.glob("counter_*.db"))) == 2
+    own = tmp_path / f"counter_{os.getpid()}.db"  # of the living, left alone
+    own.write_bytes((next(tmp_path.glob("counter_*.db"))).read_bytes())
+    with multiproc.locked(str(tmp_path)):
+        pass
+    left = sorted(f.name for f in tmp_path.glob("*.db"))
+    assert left == sorted(["counter_gone.db", "histogram_gone.db", own.name])
+    own.unlink()
+    count_in_a_process(tmp_path, 5)
+    text = merged(tmp_path)
+    assert gauge(text, 'sluice_reaped_total{kind="deadline"}') == 12
+    assert gauge(text, 'sluice_time_to_first_token_seconds_count{model="m"}') == 3
+    assert gauge(text, 'sluice_time_to_first_token_seconds_bucket{le="0.5",model="m"}') == 3
+
+
+def merged(folder: Path) -> bytes:
+    """What a pool's exporter says, less what this process has counted itself."""
+    registry = CollectorRegistry()
+    registry.register(multiproc.Merged(str(folder)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiproc, "REGISTRY", CollectorRegistry())
+        return generate_latest(registry)
+
+
+def test_a_pools_exporter_adds_what_it_counted_in_memory(tmp_path: Path) -> None:
+    count_in_a_process(tmp_path, 2)
+    own = value("sluice_reaped_total", kind="deadline")
+    counted_here.reaped("deadline")
+    registry = CollectorRegistry()
+    registry.register(multiproc.Merged(str(tmp_path)))
+    assert gauge(generate_latest(registry), 'sluice_reaped_total{kind="deadline"}') == own + 3
+
+
+def test_a_private_folder_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(multiproc.VARIABLE, raising=False)
+    with multiproc.folder() as made:
+        assert Path(made).stat().st_mode & 0o077 == 0
+    assert not Path(made).exists()
+
+
+# -- the page and the dashboard ------------------------------------------------------------------------
+
+
+def test_the_reference_is_up_to_date() -> None:
+    page = reference.PAGE.read_text(encoding="utf-8")
+    assert page == reference.updated(page), "run: python -m sluice.metrics.reference"
+
+
+def test_dashboard_and_rules_name_only_what_exists() -> None:
+    known = {*LIVE, *counted_here.DEFINED}
+    known |= {f"{n}_{part}" for n, (kind, *_) in counted_here.DEFINED.items() if kind == "histogram"
+              for part in ("bucket", "sum", "count")}  # fmt: skip
+    board = json.loads((ROOT / "deploy/grafana/sluice.json").read_text())
+    texts = [t["expr"] for p in board["panels"] for t in p.get("targets", [])]
+    texts += [(ROOT / "deploy/prometheus" / name).read_text() for name in ("rules.yml", "alerts.yml")]
+    named = {name for text in texts for name in re.findall(r"(?<![\w:])sluice_\w+", text)}
+    assert named - known == set()
+    ids = [p["id"] for p in board["panels"]]
+    assert len(set(ids)) == len(ids)
