@@ -358,6 +358,7 @@ async def test_detach_attach_and_the_end_of_grace(make: Make) -> None:
     assert await store.attach(kept, server="s2", reader="r", owner="key:foreign") == "foreign"
     assert await store.attach(plain, server="s2", reader="r") == "fixed"
     assert not isinstance(await store.attach(kept, server="s2", reader="r", owner="key:test"), str)
+    assert await store.redis.call("ZSCORE", store.keys.detached, kept) is None
     await reaper.reap()
     view = await views.view(kept)
     assert view is not None and view.server == "s2", "attached: the grace time no longer counts"
