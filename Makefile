@@ -23,6 +23,7 @@ model: install
 
 browser:
 	@scripts/ensure-browser
+	@scripts/ensure-prometheus
 
 # exec: Ctrl-C and signals reach the process tree itself, not a shell in between.
 serve: install ## run everything here: Valkey, workers, server; ARGS="--port 8001"

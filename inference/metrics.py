@@ -110,8 +110,11 @@ _aliases: set[str] = set()
 
 
 def know(aliases: Iterable[str]) -> None:
-    """Let these configured aliases be label values; series without other labels exist from now on."""
-    _aliases.update(aliases)
+    """Let these configured aliases be label values; what has no other labels is there, at 0, from now on."""
+    for alias in aliases:
+        _aliases.add(alias)
+        for counter in (PROMPT_TOKENS, GENERATED_TOKENS, CACHED_TOKENS):
+            counter.labels(alias)
     for kind in REAPED_KINDS:
         REAPED.labels(kind)
     for result in ("continued", "failed"):

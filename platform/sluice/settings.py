@@ -31,8 +31,8 @@ def _secret_key() -> str:
     """SECRET_KEY of the environment, or outside production a random one kept in ``VAR_DIR``."""
     key = os.environ.get("SECRET_KEY", "")
     if key:
-        if SLUICE.production and (len(key) < 32 or len(set(key)) < 5):
-            raise ImproperlyConfigured("SECRET_KEY is too weak for production: use at least 32 random characters")
+        if SLUICE.production and (len(key) < 50 or len(set(key)) < 5 or key.startswith("django-insecure-")):
+            raise ImproperlyConfigured("SECRET_KEY is too weak for production: use at least 50 random characters")
         return key
     if SLUICE.production:
         raise ImproperlyConfigured(
@@ -82,7 +82,7 @@ MIDDLEWARE = [
     "django.contrib.auth.middleware.AuthenticationMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
-    "django_prometheus.middleware.PrometheusAfterMiddleware",
+    "sluice.metrics.pages.PagesMiddleware",
 ]
 
 ROOT_URLCONF = "sluice.urls"
@@ -153,8 +153,21 @@ SESSION_COOKIE_HTTPONLY = True
 SESSION_COOKIE_SAMESITE = "Lax"
 CSRF_COOKIE_SAMESITE = "Lax"
 SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = SLUICE.production
+# What `manage.py check --deploy` need not ask for, each with its reason.
+SILENCED_SYSTEM_CHECKS = []
 if SLUICE.behind_proxy:
     SECURE_PROXY_SSL_HEADER = ("HTTP_X_FORWARDED_PROTO", "https")
+if SLUICE.production:
+    SECURE_HSTS_SECONDS = SLUICE.hsts_seconds
+    SECURE_HSTS_INCLUDE_SUBDOMAINS = SECURE_HSTS_PRELOAD = SLUICE.hsts_subdomains
+    if not SLUICE.hsts_subdomains:
+        # Whether the other hosts of the domain speak TLS is not for this program to decide.
+        SILENCED_SYSTEM_CHECKS += ["security.W005", "security.W021"]
+    # Pages alone: health, metrics and the API are no Django views, and probes speak plain HTTP.
+    SECURE_SSL_REDIRECT = SLUICE.behind_proxy
+    if not SLUICE.behind_proxy:
+        # No proxy can tell what came over TLS, so that a redirect would lead in a circle.
+        SILENCED_SYSTEM_CHECKS += ["security.W008"]
 
 # /metrics is served by this process itself, not by a thread on another port.
 PROMETHEUS_METRICS_EXPORT_PORT = None

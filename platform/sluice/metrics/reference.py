@@ -24,7 +24,7 @@ LABELS = {
     ),
     "state": "of what the metric counts: requests, workers, cache blocks, servers",
     "priority": "`high`, `normal`, `low`",
-    "route": "a template of the route table or of a Django URL, such as `/v1/requests/{request_id}`; `static`, `unmatched`",
+    "route": "the template of a path such as `/v1/requests/{request_id}`, or `static`, or `unmatched`",
     "kind": "`http`, `sse`, `websocket`; reaped: what had gone wrong; drain: `exchanges`, `seconds`",
     "result": "`continued`, `failed`",
     "role": "`server`, `worker`",
