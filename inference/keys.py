@@ -33,8 +33,11 @@ key                       type    written by                  lives until
 ``beat:pool:<id>``        string  pool supervisor             TTL ``heartbeat_ttl``
 ``history``               list    settle                      bounded by ``history_size``
 ``outcomes``              hash    settle                      for ever; a dozen counters
+``usage``                 hash    settle / servers            a server has taken it as a batch
+``usage:batch``           hash    servers                     it is in the database
 ``limit:...``             string  apps (rate limits)          TTL
-``series:...``            list    servers (charts)            bounded, TTL
+``series:load``           list    servers (charts)            bounded, TTL
+``series:audits``         list    servers (health page)       bounded, TTL
 ========================  ======  ==========================  ====================================
 
 Channels (publish/subscribe, never stored): ``to:server:<id>``,
@@ -53,7 +56,19 @@ CLASS_SPAN = 2**40
 class Keys:
     """Builds key names for one prefix."""
 
-    __slots__ = ("deadlines", "detached", "history", "live", "outcomes", "pools", "prefix", "servers", "workers")
+    __slots__ = (
+        "deadlines",
+        "detached",
+        "history",
+        "live",
+        "outcomes",
+        "pools",
+        "prefix",
+        "servers",
+        "usage",
+        "usage_batch",
+        "workers",
+    )
 
     def __init__(self, prefix: str = "sluice:") -> None:
         self.prefix = prefix
@@ -65,6 +80,8 @@ class Keys:
         self.pools = f"{prefix}pools"
         self.history = f"{prefix}history"
         self.outcomes = f"{prefix}outcomes"
+        self.usage = f"{prefix}usage"
+        self.usage_batch = f"{prefix}usage:batch"
 
     def request(self, request_id: str) -> str:
         return f"{self.prefix}req:{{{request_id}}}"

@@ -12,7 +12,8 @@ from django.template.response import TemplateResponse
 
 from apps.accounts import services
 from apps.accounts.forms import AdminKeyForm
-from apps.accounts.models import LIMIT_FIELDS, ApiKey, UserLimits
+from apps.accounts.models import LIMIT_FIELDS, ApiKey, UsageRecord, UserLimits
+from apps.accounts.usage import names_of, write_csv
 
 
 @admin.register(ApiKey)
@@ -122,3 +123,42 @@ class UserLimitsAdmin(admin.ModelAdmin):
     list_display = ["user", *LIMIT_FIELDS]
     autocomplete_fields = ["user"]
     search_fields = ["user__username"]
+
+
+@admin.register(UsageRecord)
+class UsageRecordAdmin(admin.ModelAdmin):
+    """What has been used, to look at and to export; servers write it every few seconds."""
+
+    list_display = ["day", "owner", "name", "model", "requests", "prompt_tokens", "generated_tokens"]
+    list_filter = ["day", "model"]
+    date_hierarchy = "day"
+    search_fields = ["owner"]
+    list_display_links = None
+    actions = ["export_csv"]
+
+    def get_changelist_instance(self, request: HttpRequest) -> Any:
+        changelist = super().get_changelist_instance(request)
+        names = names_of({record.owner for record in changelist.result_list})
+        for record in changelist.result_list:
+            record.owner_name = names.get(record.owner, "")
+        return changelist
+
+    @admin.display(description="Name")
+    def name(self, record: UsageRecord) -> str:
+        return str(getattr(record, "owner_name", ""))
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    @admin.action(description="Export selected records as CSV", permissions=["view"])
+    def export_csv(self, request: HttpRequest, queryset: QuerySet[UsageRecord]) -> HttpResponse:
+        reply = HttpResponse(content_type="text/csv; charset=utf-8")
+        reply["Content-Disposition"] = 'attachment; filename="usage.csv"'
+        write_csv(queryset.order_by("day", "owner", "model"), reply)
+        return reply

@@ -163,3 +163,40 @@ class Ticket(models.Model):
 
     def __str__(self) -> str:
         return f"ticket until {self.expires_at:%H:%M:%S}"
+
+
+class UsageRecord(models.Model):
+    """What one owner has used of one model on one day (UTC).
+
+    Attributes:
+        owner: ``key:<prefix>`` or ``user:<id>``, as in the request's record.
+    """
+
+    day = models.DateField()
+    owner = models.CharField(max_length=80)
+    model = models.CharField(max_length=200)
+    requests = models.PositiveBigIntegerField(default=0)
+    prompt_tokens = models.PositiveBigIntegerField(default=0)
+    generated_tokens = models.PositiveBigIntegerField(default=0)
+
+    class Meta:
+        verbose_name = "usage record"
+        ordering = ["-day", "owner", "model"]
+        default_permissions = ("view",)
+        constraints = [models.UniqueConstraint(fields=["day", "owner", "model"], name="usage_once_a_day")]
+
+    def __str__(self) -> str:
+        return f"{self.owner} on {self.day}: {self.requests} requests of {self.model}"
+
+
+class UsageBatch(models.Model):
+    """A batch of usage that has been added up; its row is what makes adding it twice impossible."""
+
+    id = models.CharField(primary_key=True, max_length=32)
+    added_at = models.DateTimeField(default=timezone.now, db_index=True)
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.id

@@ -17,6 +17,7 @@ from inference.store.store import RequestStore
 from inference.store.views import StoreViews
 
 _PAGE = 500
+_SINGLES = frozenset("live deadlines detached servers workers pools history outcomes usage usage:batch".split())
 
 
 class AuditReport(msgspec.Struct, frozen=True):
@@ -76,7 +77,7 @@ class _Audit:
             elif name.startswith("fair:"):
                 if not await self.redis.call("EXISTS", self.k.queue(name[5:])):
                     await self._confirm(f"fairness state of {name[5:]} without a queue", key)
-            elif name not in ("live", "deadlines", "detached", "servers", "workers", "pools", "history", "outcomes"):
+            elif name not in _SINGLES:
                 self.findings.append(f"unknown key {name}")
 
     async def _record(self, key: str, request_id: str) -> None:

@@ -115,7 +115,7 @@ class RequestStore:
         call = self.redis.script(
             SETTLE,
             [k.request(request_id), k.log(request_id), k.end(request_id), k.live, k.deadlines, k.detached, k.history,
-             k.outcomes],
+             k.outcomes, k.usage],
             [request_id, outcome.state, outcome.reason, k.prefix, _ms(self.config.log_retention),
              self.config.history_size, server, field, value, self.token],
         )  # fmt: skip

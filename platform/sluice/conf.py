@@ -49,7 +49,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             reading from it pauses.
         production: insist on a SECRET_KEY, send cookies over TLS only.
         allowed_hosts, csrf_trusted_origins: lists, as Django means them.
-        behind_proxy: believe X-Forwarded-For and X-Forwarded-Proto.
+        behind_proxy: believe X-Forwarded-For and X-Forwarded-Proto; in production,
+            lead browsers that came by plain HTTP to HTTPS.
+        hsts_seconds: in production, how long browsers are to insist on HTTPS;
+            0 to say nothing.
+        hsts_subdomains: and on every host below this one; for the preload list too.
+        retention_days: conversations that nobody has touched for so many days are
+            deleted; 0 keeps them.
         var_dir: for files of this installation; ``var`` beside manage.py if empty.
     """
 
@@ -82,6 +88,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: str = "localhost,127.0.0.1,[::1]"
     csrf_trusted_origins: str = ""
     behind_proxy: bool = False
+    hsts_seconds: int = 365 * 86400
+    hsts_subdomains: bool = False
+    retention_days: int = 0
     var_dir: str = ""
 
     metrics_access: Literal["staff", "loopback", "public"] = "staff"
@@ -107,6 +116,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in positive.split():
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{env_name(name)} must be greater than 0, not {getattr(self, name):g}")
+        for name in ("hsts_seconds", "retention_days"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{env_name(name)} must not be negative, not {getattr(self, name)}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"{env_name('port')} must be between 0 and 65535, not {self.port}")
         if self.log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):

@@ -53,6 +53,7 @@ _next_try = 0.0
 _tokenizers: dict[str, asyncio.Future[Any]] = {}
 _unloadable: dict[str, str] = {}
 _warm_up: asyncio.Task[None] | None = None
+_usage: Any = None
 _text_pool: ThreadPoolExecutor | None = None
 
 
@@ -110,9 +111,10 @@ async def start(core: Config | None = None) -> None:
     Raises:
         inference.errors.SluiceError: Redis does not answer, or a setting is malformed.
     """
-    global _config, _gateway, _started, _warm_up
+    global _config, _gateway, _started, _usage, _warm_up
     if _started:
         return
+    from apps.accounts.usage import UsageCollector
     from inference.gateway import Gateway
 
     if core is not None:
@@ -124,6 +126,8 @@ async def start(core: Config | None = None) -> None:
     await candidate.start()
     _gateway = candidate
     _started = True
+    _usage = UsageCollector(config())
+    _usage.start()
     lag.start()
     _freeze()
     _warm_up = asyncio.get_running_loop().create_task(_load_tokenizers(), name="load-tokenizers")
@@ -167,14 +171,17 @@ async def ensure_started() -> None:
 
 async def stop(timeout: float) -> None:
     """Wait for the settler, then let go of Redis; bounded by ``timeout`` seconds."""
-    global _gateway, _started, _start_lock, _text_pool, _warm_up
+    global _gateway, _started, _start_lock, _text_pool, _usage, _warm_up
     lag.stop()
     warming, _warm_up = _warm_up, None
     if warming is not None:
         warming.cancel()
     candidate, _gateway, _started, _start_lock = _gateway, None, False, None
+    usage, _usage = _usage, None
     if candidate is not None:
         await candidate.stop(timeout)
+        if usage is not None:
+            await usage.stop()  # last, so that what the gateway has just ended is recorded too
         if tracing.active():
             await asyncio.to_thread(tracing.shutdown)
     _tokenizers.clear()

@@ -176,7 +176,9 @@ async def bare(store: RequestStore) -> set[str]:
         keys |= {k.decode() for k in page}
         if not int(cursor):
             return {
-                k for k in keys if not k.endswith(("history", "outcomes", "usage", "servers", "workers")) and "beat:" not in k
+                k
+                for k in keys
+                if not k.endswith(("history", "outcomes", "usage", "servers", "workers")) and "beat:" not in k
             }
 
 

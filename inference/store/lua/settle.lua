@@ -9,6 +9,7 @@
 --      4 live  5 deadlines  6 detached   zsets, entry removed
 --      7 history    list, summary pushed, trimmed
 --      8 outcomes   hash, counter raised
+--      9 usage      hash, what the request's owner has used today, until a server has put it into a database
 --      and, named by the record: queue:<model>, fair:<model>, running:<model>, of:server:<id>,
 --      of:worker:<id>
 -- ARGV 1 id  2 state  3 reason  4 key prefix  5 retention, ms  6 history size  7 calling server or ''
@@ -60,6 +61,10 @@ local ending = cmsgpack.pack({
 redis.call('LPUSH', KEYS[7], ending)
 redis.call('LTRIM', KEYS[7], 0, tonumber(ARGV[6]) - 1)
 redis.call('HINCRBY', KEYS[8], ARGV[2] .. ':' .. ARGV[3], 1)
+local account = math.floor(now / 86400000) .. '|' .. rec.owner .. '|' .. rec.model
+redis.call('HINCRBY', KEYS[9], 'r|' .. account, 1)
+redis.call('HINCRBY', KEYS[9], 'p|' .. account, number('prompt_tokens'))
+redis.call('HINCRBY', KEYS[9], 'g|' .. account, number('tokens'))
 if rec.resumable == '1' and tonumber(ARGV[5]) > 0 then
   if rec.finish == '' then
     -- readers that come later find the ending as the log's last entry

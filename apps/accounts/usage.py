@@ -1,0 +1,185 @@
+"""Usage records: what each key and user has used, per day and model, each request exactly once.
+
+The script that ends a request also counts it in Redis: a request ends once, so it
+is counted once, whichever process ends it, and no process keeps a count that a
+crash could lose. Servers move the counts to the database in batches. A batch has
+an id; its row is written in the transaction that adds its counts, so that a batch
+which several servers see, or one sees twice, is added once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import logging
+import secrets
+from collections.abc import Iterable, Iterator
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+from django.db import DatabaseError, IntegrityError, close_old_connections, connection, transaction
+from django.db.models import F
+from django.utils import timezone
+
+from apps.accounts.models import ApiKey, UsageBatch, UsageRecord
+from inference.config import Config
+from inference.errors import StoreUnavailable
+from inference.keys import Keys
+from inference.redisio import Commander, Script, connect
+
+logger = logging.getLogger(__name__)
+
+_LUA = Path(__file__).parent / "lua"
+TAKE, DONE = Script(_LUA / "usage_take.lua"), Script(_LUA / "usage_done.lua")
+
+INTERVAL = 5.0
+"""Seconds between batches."""
+REMEMBERED = timedelta(days=7)
+"""How long the ids of added batches are kept: far longer than a server can be stuck between its two steps."""
+
+_EPOCH = date(1970, 1, 1)
+_COLUMNS = {b"r": "requests", b"p": "prompt_tokens", b"g": "generated_tokens"}
+
+Account = tuple[date, str, str]
+Counts = dict[str, int]
+
+
+class UsageCollector:
+    """Moves usage from Redis to the database, every :data:`INTERVAL` and once more at the stop.
+
+    It has a connection of its own, so that it can be stopped after everything that ends requests.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._redis = Commander(
+            lambda: connect(config.redis_url, timeout=config.redis_timeout, client_name="sluice-usage"), name="usage"
+        )
+        self._keys = Keys(config.redis_prefix)
+        self._task: asyncio.Task[None] | None = None
+        self._failing = False
+
+    def start(self) -> None:
+        if self._task is None:
+            self._redis.start()
+            self._task = asyncio.create_task(self._run(), name="usage")
+
+    async def stop(self, timeout: float = 3.0) -> None:
+        """Move what is there, within ``timeout`` seconds; the rest waits in Redis for the next server."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        try:
+            async with asyncio.timeout(timeout):
+                await self._try_collect()
+        except TimeoutError:
+            logger.warning("the last usage is left to the next server", extra={"event": "usage_late"})
+        await self._redis.stop()
+
+    async def collect(self) -> int:
+        """Move one batch; gives how many accounts it had.
+
+        Raises:
+            StoreUnavailable: Redis does not answer.
+            DatabaseError: the database does not; the batch waits in Redis.
+        """
+        flat = await self._redis.script(TAKE, [self._keys.usage, self._keys.usage_batch], [secrets.token_hex(12)])
+        if not flat:
+            return 0
+        fields = dict(zip(flat[::2], flat[1::2], strict=True))
+        batch = fields.pop(b"id").decode()
+        accounts = _accounts(fields)
+        # Off the loop, and not in the thread that every other use of the database shares.
+        await asyncio.to_thread(_add_and_close, batch, accounts)
+        await self._redis.script(DONE, [self._keys.usage_batch], [batch])
+        return len(accounts)
+
+    async def _run(self) -> None:
+        while True:
+            await self._try_collect()
+            await asyncio.sleep(INTERVAL)
+
+    async def _try_collect(self) -> None:
+        try:
+            await self.collect()
+        except (StoreUnavailable, DatabaseError) as exc:
+            if not self._failing:
+                logger.warning("usage waits in Redis (%s)", type(exc).__name__, extra={"event": "usage_waits"})
+            self._failing = True
+        else:
+            self._failing = False
+
+
+def add(batch: str, accounts: dict[Account, Counts]) -> bool:
+    """Add a batch to the records; ``False`` where that has been done before."""
+    now = timezone.now()
+    try:
+        with transaction.atomic():
+            UsageBatch.objects.bulk_create([UsageBatch(id=batch, added_at=now)])
+            for (day, owner, model), counts in sorted(accounts.items()):
+                record = UsageRecord.objects.filter(day=day, owner=owner, model=model)
+                if not record.update(**{name: F(name) + n for name, n in counts.items()}):
+                    UsageRecord.objects.create(day=day, owner=owner, model=model, **counts)
+            UsageBatch.objects.filter(added_at__lt=now - REMEMBERED).delete()
+    except IntegrityError:
+        if UsageBatch.objects.filter(pk=batch).exists():
+            return False
+        raise
+    return True
+
+
+def _add_and_close(batch: str, accounts: dict[Account, Counts]) -> None:
+    close_old_connections()
+    try:
+        add(batch, accounts)
+    finally:
+        connection.close()  # the thread may never come back
+
+
+def _accounts(fields: dict[bytes, bytes]) -> dict[Account, Counts]:
+    out: dict[Account, Counts] = {}
+    for name, value in fields.items():
+        kind, day, owner, model = name.split(b"|", 3)
+        account = (_EPOCH + timedelta(days=int(day)), owner.decode()[:80], model.decode()[:200])
+        counts = out.setdefault(account, {})
+        counts[_COLUMNS[kind]] = counts.get(_COLUMNS[kind], 0) + int(value)
+    return out
+
+
+# --- Reading ---
+
+CSV_COLUMNS = ["day", "owner", "name", "model", "requests", "prompt_tokens", "generated_tokens"]
+
+
+def names_of(owners: Iterable[str]) -> dict[str, str]:
+    """Names of keys and users for labels like ``key:<prefix>`` and ``user:<id>``; unknown ones are left out."""
+    from django.contrib.auth import get_user_model
+
+    prefixes = {o.removeprefix("key:") for o in owners if o.startswith("key:")}
+    ids = {int(i) for o in owners if o.startswith("user:") and (i := o.removeprefix("user:")).isdecimal()}
+    names = {f"key:{k.prefix}": k.name for k in ApiKey.objects.filter(prefix__in=prefixes)}
+    users = get_user_model()._default_manager.filter(pk__in=ids)
+    return {**names, **{f"user:{user.pk}": user.get_username() for user in users}}
+
+
+def rows(records: Any) -> Iterator[list[str]]:
+    """Records as lines of :data:`CSV_COLUMNS`."""
+    owners = set(records.order_by().values_list("owner", flat=True).distinct())
+    names = names_of(owners)
+    for r in records.iterator():
+        line = [r.day.isoformat(), r.owner, names.get(r.owner, ""), r.model]
+        yield [*map(_harmless, line), str(r.requests), str(r.prompt_tokens), str(r.generated_tokens)]
+
+
+def write_csv(records: Any, out: TextIO | Any) -> None:
+    """Write records with a header line."""
+    writer = csv.writer(out)
+    writer.writerow(CSV_COLUMNS)
+    writer.writerows(rows(records))
+
+
+def _harmless(text: str) -> str:
+    """A spreadsheet would calculate with what starts like this; a key's name is its owner's choice."""
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text

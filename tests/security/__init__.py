@@ -1,0 +1,1 @@
+"""Tests of what is defended, across the parts of the product."""
