@@ -254,7 +254,11 @@ class PoolBeat(msgspec.Struct, frozen=True):
 
 
 class ServerBeat(msgspec.Struct, frozen=True):
-    """An API server's heartbeat, with its open exchanges by route and kind."""
+    """An API server's heartbeat, with its open exchanges by route and kind.
+
+    ``blocked``: requests whose client takes nothing, at most a hundred, and since
+    when (ms, this server's clock).
+    """
 
     id: str
     host: str
@@ -268,6 +272,7 @@ class ServerBeat(msgspec.Struct, frozen=True):
     drain_left_seconds: float | None = None
     rss_bytes: int = 0
     loop_lag_seconds: float = 0.0
+    blocked: dict[str, int] = {}
 
 
 class Ending(msgspec.Struct, frozen=True):

@@ -196,9 +196,8 @@ class InflightAdmin(admin.ModelAdmin):
 
     @guarded("inflight.view_inflight")
     def health_view(self, request: HttpRequest) -> HttpResponse:
-        """The last audit; POST runs another."""
-        run = request.method == "POST" or not panels.audits
-        data = async_to_sync(panels.health)(source(), run)
+        """The last audits; POST runs another."""
+        data = async_to_sync(panels.health)(source(), request.method == "POST")
         if request.method == "POST":
             return HttpResponseRedirect(reverse("admin:inflight_inflightrequest_health"))
         return self.page(request, "health", "Health", **data)

@@ -13,7 +13,7 @@ PER_PAGE = 50
 MAX_PAGE = 10_000
 _TEXT_LIMIT = 200
 
-PHASES = ("queued", "prefill", "decode", "finishing", "detached", "orphaned")
+PHASES = ("queued", "prefill", "decode", "finishing", "blocked", "detached", "orphaned")
 AGES = {"": "any age", "10": "10 s", "60": "1 min", "300": "5 min", "900": "15 min", "3600": "1 h"}
 
 SORTS: dict[str, Callable[[RequestView], Any]] = {

@@ -1,23 +1,26 @@
 """The live requests as one server process sees them for its operators.
 
-A plain page is read from the index by age: a fixed number of commands, however
-many requests there are. A filter or another order needs all of them: they are
-read in small chunks, once for all pages open on this process, and no more than
+A plain page is read from the index by age: one command, however many requests
+there are. A filter or another order needs all of them: they are read in chunks,
+one command each, once for all pages open on this process, and no more than
 about a tenth of the time is spent on it, so that streams go on undisturbed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import builtins
 import time
-from typing import Protocol
+from typing import Literal, Protocol
 
 from apps.inflight.query import PER_PAGE, Query
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Ending, PoolBeat, ServerBeat, WorkerBeat
 from inference.store import AuditReport, Page, RequestView
+from inference.store.series import AuditRun, Sample
 
 CHUNK = 100
+"""Requests per command: Redis collects so many in about a millisecond, and serves nobody else meanwhile."""
 MAX_REQUESTS = 20_000
 SHARE = 10
 """A read that took t seconds is not repeated within SHARE * t seconds ..."""
@@ -31,12 +34,15 @@ class Source(Protocol):
     async def list(self, offset: int = 0, limit: int = 100, *, newest_first: bool = True) -> Page: ...
     async def view(self, request_id: str) -> RequestView | None: ...
     async def cancel(self, request_id: str, reason: Reason) -> Outcome | None: ...
-    async def workers(self) -> list[WorkerBeat]: ...
-    async def servers(self) -> list[ServerBeat]: ...
-    async def pools(self) -> list[PoolBeat]: ...
-    async def history(self, limit: int = 100) -> list[Ending]: ...
+    async def workers(self) -> builtins.list[WorkerBeat]: ...
+    async def servers(self) -> builtins.list[ServerBeat]: ...
+    async def pools(self) -> builtins.list[PoolBeat]: ...
+    async def history(self, limit: int = 100) -> builtins.list[Ending]: ...
     async def outcomes(self) -> dict[str, int]: ...
+    async def beat_ages(self, kind: Literal["workers", "servers", "pools"]) -> dict[str, float]: ...
+    async def load(self) -> builtins.list[Sample]: ...
     async def audit(self) -> AuditReport: ...
+    async def audits(self) -> builtins.list[AuditRun]: ...
     async def now_ms(self) -> int: ...
 
 
@@ -53,6 +59,7 @@ class Roster:
     def __init__(self) -> None:
         self._views: list[RequestView] = []
         self._fresh_until = 0.0
+        self._clock = 0.0
         self._source: Source | None = None
         self._task: asyncio.Task[list[RequestView]] | None = None
 
@@ -69,6 +76,10 @@ class Roster:
         """Read anew next time; called after a change that the operator wants to see."""
         self._fresh_until = 0.0
 
+    def now_ms(self) -> int:
+        """The Redis clock, going by the last read."""
+        return int(self._clock + time.monotonic() * 1000)
+
     async def _read(self, gateway: Source) -> list[RequestView]:
         started = time.monotonic()
         seen: dict[str, RequestView] = {}
@@ -77,6 +88,7 @@ class Roster:
         for offset in range(0, MAX_REQUESTS, CHUNK):
             page = await gateway.list(offset, CHUNK, newest_first=False)
             seen.update((v.id, v) for v in page.items)
+            self._clock = page.now_ms - time.monotonic() * 1000
             if offset + CHUNK >= page.total:
                 break
             await asyncio.sleep(0)
@@ -108,7 +120,8 @@ async def select(gateway: Source, query: Query) -> Selection:
     """The page that the query names, or the last one where there are fewer."""
     if query.indexed:
         return await _from_index(gateway, query)
-    views, now_ms = await asyncio.gather(roster.all(gateway), gateway.now_ms())
+    views = await roster.all(gateway)
+    now_ms = roster.now_ms()
     found = query.select(views, now_ms)
     page = min(query.page, max(1, -(-len(found) // PER_PAGE)))
     start = (page - 1) * PER_PAGE
@@ -118,16 +131,16 @@ async def select(gateway: Source, query: Query) -> Selection:
 async def _from_index(gateway: Source, query: Query) -> Selection:
     newest = query.sort == "age"
     start = (query.page - 1) * PER_PAGE
-    got, now_ms = await asyncio.gather(gateway.list(start, PER_PAGE, newest_first=newest), gateway.now_ms())
+    got = await gateway.list(start, PER_PAGE, newest_first=newest)
     page = query.page
     if not got.items and got.total and page > 1:
         page = max(1, -(-got.total // PER_PAGE))
         got = await gateway.list((page - 1) * PER_PAGE, PER_PAGE, newest_first=newest)
-    return Selection(got.items, got.total, got.total, page, now_ms)
+    return Selection(got.items, got.total, got.total, page, got.now_ms)
 
 
 async def matching_ids(gateway: Source, query: Query) -> list[str]:
     """Ids of all that match now, read anew and not from memory."""
     roster.expire()
-    views, now_ms = await asyncio.gather(roster.all(gateway), gateway.now_ms())
-    return [v.id for v in query.select(views, now_ms)]
+    views = await roster.all(gateway)
+    return [v.id for v in query.select(views, roster.now_ms())]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from django.contrib.admin.utils import quote
@@ -112,7 +113,7 @@ def row(view: RequestView, owner: str, rate: float | None = None) -> Row:
         "model": Cell(view.model),
         "via": Cell(f"{view.endpoint} · {view.transport}", hint="resumable" if view.resumable else ""),
         "owner": Cell(owner or view.owner, hint=view.owner),
-        "client": Cell("gone", hint=view.client, tone="warn") if phase == "detached" else Cell(view.client),
+        "client": _client(view, phase),
         "server": Cell(view.server or "-"),
         "worker": Cell(view.worker or "-"),
         "attempt": Cell(str(view.attempt), tone="warn" if view.attempt > 1 else ""),
@@ -133,7 +134,19 @@ def _phase(view: RequestView, phase: str) -> Cell:
         return Cell(f"queued, place {view.position + 1}", hint=f"priority {view.priority}")
     if phase == "orphaned":
         return Cell(phase, hint="its server or worker is dead; it is cleared within seconds", tone="bad")
+    if phase == "blocked":
+        since = datetime.fromtimestamp(view.blocked_since_ms / 1000, UTC).strftime("%H:%M:%S UTC")
+        return Cell("blocked by its client", hint=f"tokens wait since {since} because its client does not take them",
+                    tone="warn")  # fmt: skip
     return Cell(phase, tone="warn" if phase == "detached" else "")
+
+
+def _client(view: RequestView, phase: str) -> Cell:
+    """Whether somebody listens, and from where. Its server is the only one to know, if it is alive."""
+    if phase == "detached":
+        return Cell(f"gone · {view.client}" if view.client else "gone", hint="it may attach again", tone="warn")
+    connected = "unknown" if phase == "orphaned" else "connected"
+    return Cell(f"{connected} · {view.client}" if view.client else connected)
 
 
 def _waited(view: RequestView) -> Cell:

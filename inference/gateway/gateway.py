@@ -18,6 +18,7 @@ from inference.endings import log_ending
 from inference.errors import NotFound, NotServing, Overloaded, Refused, StoreUnavailable, TooLarge, UnknownModel
 from inference.gateway.hub import Hub
 from inference.gateway.presence import Presence
+from inference.gateway.sampler import Sampler
 from inference.gateway.settler import Settler
 from inference.gateway.stream import Detached, RequestEnded, RequestStream
 from inference.lifecycle import Outcome, Reason, State
@@ -34,6 +35,7 @@ from inference.messages import (
 from inference.reaper import Reaper
 from inference.redisio import Commander, connect
 from inference.store import AuditReport, Page, RequestStore, RequestView, StoreViews, Submission, audit
+from inference.store.series import AuditRun, Sample, Series
 from inference.version import VERSION
 
 logger = logging.getLogger("sluice.gateway")
@@ -91,6 +93,8 @@ class Gateway:
         self.settler = Settler(self.store, self.id, self._ended)
         self.presence = Presence(self.store, self.views, self.id, self._beat)
         self.reaper = Reaper(self.store, self.views, self._ended)
+        self._series = Series(self.redis, self.store.keys)
+        self._sampler = Sampler(self._series, lambda: self.presence.workers)
         self._hub = Hub(self.store, dial, self.id, on_command=self._command, on_stray=self._stray)
         self._started = False
         self.strays = 0
@@ -121,6 +125,7 @@ class Gateway:
         self.presence.start()
         self.reaper.start()
         await self.presence.wait_refreshed()
+        self._sampler.start()
 
     async def stop(self, timeout: float = 10.0) -> int:
         """End what is open, wait for the settler, leave. Gives the number of requests left unsettled."""
@@ -129,6 +134,7 @@ class Gateway:
         self._started = False
         await self.end_streams()
         left = await self.settler.stop(timeout)
+        await self._sampler.stop()
         await self.reaper.stop()
         await self.presence.stop()
         await self._hub.stop()
@@ -414,7 +420,23 @@ class Gateway:
         return await self.views.outcomes()
 
     async def audit(self) -> AuditReport:
-        return await audit(self.store)
+        """Compare all records, owners and indexes; the result is remembered for operators."""
+        started = time.monotonic()
+        report = await audit(self.store)
+        await self._series.remember_audit(report, (time.monotonic() - started) * 1000, self.id)
+        return report
+
+    async def audits(self) -> builtins.list[AuditRun]:
+        """The last audits that any server ran, newest first."""
+        return await self._series.audits()
+    async def beat_ages(self, kind: Literal["workers", "servers", "pools"]) -> dict[str, float]:
+        """Seconds since each last beat, by id."""
+        return await self.views.beat_ages(kind, self.config.heartbeat_ttl)
+
+    async def load(self) -> builtins.list[Sample]:
+        """Samples of the last hour, oldest first."""
+        return await self._series.load()
+
 
     async def now_ms(self) -> int:
         return await self.store.now_ms()
@@ -435,6 +457,7 @@ class Gateway:
             version=VERSION,
             **extra,
         )
+            blocked=self._hub.blocked(),
 
     def _ended(self, ending: Ending) -> None:
         unconfirmed = self._unconfirmed.pop(ending.id, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import time
 from collections.abc import Callable
@@ -20,6 +21,10 @@ from inference.store.store import RequestStore
 logger = logging.getLogger("sluice.hub")
 
 _HELD_PAGE = 500
+_BLOCKED_AFTER = 2.0
+"""Seconds for which something must wait for a client before it is called slow."""
+_BLOCKED_SHOWN = 100
+"""Bounds what the heartbeat carries."""
 
 
 class Hub:
@@ -82,6 +87,13 @@ class Hub:
 
     def streams(self) -> list[RequestStream]:
         return [s for readers in self._streams.values() for s in readers]
+
+    def blocked(self) -> dict[str, int]:
+        """Requests whose client takes nothing and since when (ms, wall clock): those that have waited longest."""
+        now, wall = time.monotonic(), time.time()
+        found = [(s.blocked_for(now), s.id) for s in self.streams()]
+        longest = heapq.nlargest(_BLOCKED_SHOWN, (f for f in found if f[0] >= _BLOCKED_AFTER))
+        return {request_id: int((wall - seconds) * 1000) for seconds, request_id in longest}
 
     # -- the fast path -----------------------------------------------------------------------------
 

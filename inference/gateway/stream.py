@@ -85,6 +85,8 @@ class RequestStream:
         self.gaps = array("d")
         """Seconds between consecutive tokens as they arrived here: one fewer than tokens."""
         self._last_token = 0.0
+        self._waiting_since = 0.0
+        """``time.monotonic()`` since when something waits for the reader or its client; 0 where nothing does."""
         self.finish: str | None = None
         self.admitted = False
         """Whether the store is known to hold it; only then does the periodic check judge it."""
@@ -169,6 +171,14 @@ class RequestStream:
     def ended(self) -> SluiceError | None:
         return self._ended
 
+    def blocked_for(self, now: float) -> float:
+        """Seconds by ``now`` (``time.monotonic()``) for which the reader has not come back for what waits; 0: nothing.
+
+        A reader is away while it sends to its client, so one that stays away has a client that does not
+        take what it is sent. The same goes for a reader that has the last frame and does not leave.
+        """
+        return now - self._waiting_since if self._waiting_since else 0.0
+
     def cancel(self, reason: Reason) -> None:
         """End the request from another task of this process; the reader gets :class:`RequestEnded`."""
         outcome = Outcome.cancelled(reason)
@@ -200,6 +210,7 @@ class RequestStream:
         if self._frames:
             frames = list(self._frames)
             self._frames.clear()
+            self._waiting_since = 0.0
             self._ping = False
             return self._deliver(frames)
         if self._ended is not None:
@@ -222,16 +233,21 @@ class RequestStream:
             self.end(RequestEnded(outcome))
             return frames[:-1]
         self.finish = last.finish
+        if last.finish is not None and self._group is None:
+            # In a group it waits for its fellows, and not for the client.
+            self._waiting_since = time.monotonic()
         return frames
 
     def _take(self, frame: Frame, *, logged: bool = False) -> None:
+        now = time.monotonic()
+        if not self._frames:
+            self._waiting_since = now
         self._frames.append(frame)
         self._received = frame.seq
         self.phase = "running"
         count = len(frame.ids)
         if not count:
             return
-        now = time.monotonic()
         if self._attached and logged:
             # Another reader has had these, and measured them.
             now = 0.0

@@ -50,10 +50,13 @@ class RequestView(msgspec.Struct, frozen=True):
 
     Attributes:
         phase: ``queued``, ``prefill``, ``decode``, ``finishing`` (its last token
-            is logged), or ``detached`` (nobody reads it now).
+            is logged), ``detached`` (nobody reads it now), or ``blocked`` (tokens
+            wait because its client does not take them).
         position: place in the queue, 0 first, ``None`` unless queued.
         orphaned: the server or worker it names has no heartbeat (a reaper takes
             it within seconds).
+        blocked_since_ms: since when its client takes nothing, by its server's
+            clock; 0 where it does.
     """
 
     id: str
@@ -79,24 +82,26 @@ class RequestView(msgspec.Struct, frozen=True):
     generated_tokens: int
     position: int | None = None
     orphaned: bool = False
+    blocked_since_ms: int = 0
 
 
 class Page(msgspec.Struct, frozen=True):
-    """A slice of the live requests; ``total`` counts all of them."""
+    """A slice of the live requests at ``now_ms`` (Redis clock); ``total`` counts all of them."""
 
     total: int
     items: list[RequestView]
+    now_ms: int
 
 
 FIELDS = [
-    "state",
+    "state",  # these four are known to view.lua
     "model",
+    "server",
+    "worker",
     "endpoint",
     "transport",
     "owner",
     "client",
-    "server",
-    "worker",
     "attempt",
     "class",
     "resumable",
@@ -113,14 +118,16 @@ FIELDS = [
 _CLASSES = ["high", "normal", "low"]
 
 
-def view_from(request_id: str, values: list[bytes | None], position: int | None, orphaned: bool) -> RequestView:
-    """Build a view from the values of :data:`FIELDS`."""
-    rec: dict[str, Any] = {k: (v.decode() if v is not None else "") for k, v in zip(FIELDS, values, strict=True)}
+def view_from(request_id: bytes, place: int, orphaned: int, blocked: int, *values: bytes) -> RequestView:
+    """Build a view from a row that view.lua gives: the last are the values of :data:`FIELDS`."""
+    rec: dict[str, Any] = {k: v.decode() for k, v in zip(FIELDS, values, strict=True)}
 
     def number(name: str) -> int:
         return int(float(rec[name] or 0))
 
-    if rec["state"] == "queued":
+    if blocked:
+        phase = "blocked"
+    elif rec["state"] == "queued":
         phase = "queued"
     elif rec["finish"]:
         phase = "finishing"
@@ -129,7 +136,7 @@ def view_from(request_id: str, values: list[bytes | None], position: int | None,
     else:
         phase = "decode" if number("tokens") else "prefill"
     return RequestView(
-        id=request_id,
+        id=request_id.decode(),
         state=rec["state"],
         phase=phase,
         model=rec["model"],
@@ -150,6 +157,7 @@ def view_from(request_id: str, values: list[bytes | None], position: int | None,
         prompt_tokens=number("prompt_tokens"),
         max_tokens=number("max_tokens"),
         generated_tokens=number("tokens"),
-        position=position,
-        orphaned=orphaned,
+        position=place if place >= 0 else None,
+        orphaned=bool(orphaned),
+        blocked_since_ms=blocked,
     )

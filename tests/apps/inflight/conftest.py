@@ -12,7 +12,7 @@ from django.contrib.auth import get_user_model
 from django.contrib.auth.models import Permission
 from django.test import AsyncClient
 
-from apps.inflight import owners, panels
+from apps.inflight import owners
 from apps.inflight.roster import roster
 from inference.config import Config
 from inference.gateway import Gateway
@@ -89,7 +89,6 @@ class Bench:
 def forget_everything() -> None:
     roster.expire()
     owners._names.clear()
-    panels.audits.clear()
 
 
 @pytest.fixture

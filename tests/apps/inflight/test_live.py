@@ -171,16 +171,16 @@ async def test_redis_away_for_a_while(bench: Bench, boss: AsyncClient, monkeypat
         assert await status(stream) == 200
         source = events(stream)
         await anext(source)
-        real = bench.gateway.now_ms
+        real = bench.gateway.list
 
-        async def fails() -> int:
+        async def fails(*args: Any, **kwargs: Any) -> Any:
             raise StoreUnavailable("Redis does not answer.")
 
-        monkeypatch.setattr(bench.gateway, "now_ms", fails)
+        monkeypatch.setattr(bench.gateway, "list", fails)
         async for message in source:
             if "problem" in message:
                 break
-        monkeypatch.setattr(bench.gateway, "now_ms", real)
+        monkeypatch.setattr(bench.gateway, "list", real)
         async for message in source:
             if "now" in message:
                 break

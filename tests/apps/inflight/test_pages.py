@@ -49,7 +49,7 @@ async def test_list_shows_phases_and_numbers(bench: Bench, boss: AsyncClient) ->
     }
     assert rows["r-decode"]["worker"] == WORKER and rows["r-decode"]["server"] == SERVER
     assert rows["r-decode"]["generated"] == "1 / 50" and rows["r-decode"]["prompt"] == "3"
-    assert rows["r-decode"]["client"] == "10.0.0.9" and rows["r-decode"]["via"] == "chat · sse"
+    assert rows["r-decode"]["client"] == "connected · 10.0.0.9" and rows["r-decode"]["via"] == "chat · sse"
 
 
 async def test_names_of_owners(bench: Bench, boss: AsyncClient) -> None:
@@ -187,7 +187,7 @@ async def test_store_that_does_not_answer(bench: Bench, boss: AsyncClient, monke
     async def fails(*args: Any, **kwargs: Any) -> Any:
         raise StoreUnavailable("Redis does not answer.")
 
-    for name in ("now_ms", "workers", "view"):
+    for name in ("now_ms", "workers", "view", "list"):
         monkeypatch.setattr(type(bench.gateway), name, fails)
     for url in (LIST, one("r-1"), WORKERS, ENDINGS, HEALTH):
         assert "Redis does not answer." in await text(boss, url, status=503)

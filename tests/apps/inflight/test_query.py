@@ -93,7 +93,11 @@ def test_row_has_every_column_and_marks_what_deserves_a_look() -> None:
     assert (cells["ttft"].text, cells["waited"].text, cells["generated"].text) == ("0.50 s", "0.20 s", "11 / 50")
     assert cells["rate"].text == "10.0" and rate_of(view(generated_tokens=1)) == 0
     assert row(view(orphaned=True), "")["phase"].tone == "bad"
-    assert row(view(phase="detached"), "")["client"].text == "gone"
+    assert row(view(phase="detached"), "")["client"].text == "gone · 1.2.3.4"
+    assert row(view(orphaned=True), "")["client"].text == "unknown · 1.2.3.4"
+    assert row(view(client=""), "")["client"].text == "connected"
+    blocked = row(view(phase="blocked", blocked_since_ms=3_723_000), "")["phase"]
+    assert (blocked.text, blocked.tone) == ("blocked by its client", "warn") and "since 01:02:03 UTC" in blocked.hint
     assert row(view(attempt=2), "")["attempt"].tone == "warn"
     queued = row(view(phase="queued", position=0, claimed_ms=0, first_token_ms=0, last_token_ms=0, worker=""), "")
     assert queued["phase"].text == "queued, place 1"
