@@ -419,6 +419,14 @@ class Gateway:
     async def outcomes(self) -> dict[str, int]:
         return await self.views.outcomes()
 
+    async def beat_ages(self, kind: Literal["workers", "servers", "pools"]) -> dict[str, float]:
+        """Seconds since each last beat, by id."""
+        return await self.views.beat_ages(kind, self.config.heartbeat_ttl)
+
+    async def load(self) -> builtins.list[Sample]:
+        """Samples of the last hour, oldest first."""
+        return await self._series.load()
+
     async def audit(self) -> AuditReport:
         """Compare all records, owners and indexes; the result is remembered for operators."""
         started = time.monotonic()
@@ -429,14 +437,6 @@ class Gateway:
     async def audits(self) -> builtins.list[AuditRun]:
         """The last audits that any server ran, newest first."""
         return await self._series.audits()
-    async def beat_ages(self, kind: Literal["workers", "servers", "pools"]) -> dict[str, float]:
-        """Seconds since each last beat, by id."""
-        return await self.views.beat_ages(kind, self.config.heartbeat_ttl)
-
-    async def load(self) -> builtins.list[Sample]:
-        """Samples of the last hour, oldest first."""
-        return await self._series.load()
-
 
     async def now_ms(self) -> int:
         return await self.store.now_ms()
@@ -455,9 +455,9 @@ class Gateway:
             unsettled=self.settler.pending,
             started_ms=self._started_ms,
             version=VERSION,
+            blocked=self._hub.blocked(),
             **extra,
         )
-            blocked=self._hub.blocked(),
 
     def _ended(self, ending: Ending) -> None:
         unconfirmed = self._unconfirmed.pop(ending.id, None)
