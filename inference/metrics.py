@@ -68,7 +68,7 @@ REQUESTS = _counter(
 )
 REFUSED = _counter(
     "sluice_requests_refused",
-    "Requests turned away before they were stored: unknown model, no worker, too long, queue full, no Redis.",
+    "Requests turned away on their way into the queue: no worker, too long, queue full, no Redis.",
     ["model", "reason"],
 )
 STREAMS = _counter(

@@ -6,11 +6,13 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
@@ -186,6 +188,32 @@ async def test_refusals_have_their_reason(deploy: Deploy) -> None:
     assert value("sluice_requests_refused_total", model="scripted", reason="not_serving") == before + 1
 
 
+async def test_a_request_that_ends_without_a_reader_is_counted_by_its_worker(deploy: Deploy, counted) -> None:  # type: ignore[no-untyped-def]
+    deployment = deploy()
+    gateway = await gateway_with_metrics(deployment)
+    request = spec(60, resumable=True)
+    begun = asyncio.Event()
+
+    async def reader() -> None:
+        async with gateway.request(request) as stream:
+            await stream.next()
+            begun.set()
+            await read(stream)
+
+    task = asyncio.create_task(reader())
+    await begun.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await eventually(lambda: counted("sluice_requests_total") == 1)
+    assert counted("sluice_requests_started_total") == 1
+    assert deployment.endings == []  # not the server's
+    gaps = counted("sluice_inter_token_latency_seconds_count")
+    async with gateway.attach(request.job.id) as stream:
+        frames = await read(stream)
+    assert sum(len(f.ids) for f in frames) == 60
+    assert counted("sluice_inter_token_latency_seconds_count") == gaps  # read from the log: measured by nobody twice
+
+
 # -- several processes ---------------------------------------------------------------------------------
 
 COUNT = """
@@ -236,6 +264,38 @@ def test_a_pools_exporter_adds_what_it_counted_in_memory(tmp_path: Path) -> None
     registry = CollectorRegistry()
     registry.register(multiproc.Merged(str(tmp_path)))
     assert gauge(generate_latest(registry), 'sluice_reaped_total{kind="deadline"}') == own + 3
+
+
+@pytest.mark.timeout(180)
+async def test_a_pool_serves_what_it_counts(deploy: Deploy, redis_url: str, tmp_path: Path, free_port: int) -> None:
+    env = {
+        **os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", "REDIS_URL": redis_url, "TMPDIR": str(tmp_path),
+        "SLUICE_MODELS": "scripted=scripted:rate=200", "SLUICE_DEVICES": "cpu", "SLUICE_HEARTBEAT_TTL": "5",
+    }  # fmt: skip
+    env.pop(multiproc.VARIABLE, None)
+    command = [sys.executable, "manage.py", "runworker", "--metrics-port", str(free_port)]
+    pool = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{free_port}/metrics"
+    try:
+        # A living TTL of its own: this process has to see the pool's heartbeats.
+        gateway = await deploy(heartbeat_interval=0.5, heartbeat_ttl=5.0).gateway()
+        await eventually(lambda: gateway.models(), 90, what="the pool is ready")
+        async with gateway.request(spec(400)) as stream:
+            await stream.next()
+            os.kill((await gateway.workers())[0].pid, signal.SIGKILL)
+            await read(stream)
+            assert stream.tokens == 400
+        text = httpx.get(url, timeout=20).content
+        assert gauge(text, 'sluice_failovers_total{result="continued"}') == 1
+        assert gauge(text, 'sluice_reaped_total{kind="worker_requeued"}') == 1
+        assert gauge(text, 'sluice_step_duration_seconds_count{model="scripted"}') > 100
+        assert list(tmp_path.glob("sluice-metrics-*"))
+        pool.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(pool.wait, 30) == 0
+        assert not list(tmp_path.glob("sluice-metrics-*"))
+    finally:
+        pool.kill()
+        pool.wait()
 
 
 def test_a_private_folder_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
