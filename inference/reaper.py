@@ -105,12 +105,15 @@ class Reaper:
         if not await redis.call("EXISTS", k.of_server(server)):
             await redis.call("SREM", k.servers, server)
 
-    async def dead_worker(self, worker: str) -> None:
-        """Put its requests back into the queue; fail those that have lost too many workers."""
+    async def dead_worker(self, worker: str, *, certain: bool = False) -> None:
+        """Put its requests back into the queue; fail those that have lost too many workers.
+
+        ``certain``: it is known to have died, not only to have fallen silent.
+        """
         k, redis = self._store.keys, self._store.redis
         for member in await redis.call("SMEMBERS", k.of_worker(worker)):
             request_id = member.decode()
-            word = await self._store.requeue(request_id, worker=worker, lost=True)
+            word = await self._store.requeue(request_id, worker=worker, lost=True, certain=certain)
             if word == "requeued":
                 self._count("worker_requeued", request_id)
             elif word == "exhausted":

@@ -272,7 +272,9 @@ class Gateway:
         note = self.settler.put(stream.id, self._outcome(stream, failure), grace=grace, after=after)
         note.add_done_callback(lambda _: self._forget(stream.id))
         if not gone:
-            await asyncio.wait([note], timeout=_SETTLE_WAIT)
+            # After an outage that was too long already, nothing is gained by waiting once more.
+            away = self.redis.outage() > self.config.redis_outage_limit
+            await asyncio.wait([note], timeout=0.0 if away else _SETTLE_WAIT)
 
     @staticmethod
     def _resumes(stream: RequestStream) -> bool:

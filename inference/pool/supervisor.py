@@ -165,7 +165,7 @@ class Supervisor:
         for _ in range(20):
             try:
                 await self.redis.call("DEL", k.worker_beat(worker))
-                await self._reaper.dead_worker(worker)
+                await self._reaper.dead_worker(worker, certain=True)
                 return
             except StoreUnavailable:
                 await asyncio.sleep(0.25)

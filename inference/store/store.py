@@ -24,6 +24,8 @@ SUBMIT, CLAIM, APPEND, SETTLE, REQUEUE, DETACH, ATTACH, HELD = (
 )
 
 
+_TOLD = 4096
+"""Endings that this process remembers to have been given, so as not to give one twice."""
 _DOUBT = 60.0
 """Seconds for which a settle whose reply was lost is looked for in the history."""
 
@@ -61,6 +63,7 @@ class RequestStore:
         self.token = secrets.token_hex(5) if counts else ""
         """Marks the endings that this process settled, and counts in its metrics."""
         self._doubted: dict[str, float] = {}
+        self._told: dict[str, None] = {}
 
     # -- servers -------------------------------------------------------------------------------
 
@@ -127,11 +130,15 @@ class RequestStore:
         if reply is None:
             return None
         self._doubted.pop(request_id, None)
+        self._told[request_id] = None
+        if len(self._told) > _TOLD:
+            del self._told[next(iter(self._told))]
         return decode_ending(reply)
 
     def doubt(self, request_id: str) -> None:
         """It may have been settled by this process without its knowing: :meth:`recover` will tell."""
-        self._doubted.setdefault(request_id, time.monotonic() + _DOUBT)
+        if request_id not in self._told:
+            self._doubted.setdefault(request_id, time.monotonic() + _DOUBT)
 
     async def recover(self) -> list[Ending]:
         """Endings that nobody has counted and this process should: its own whose reply was lost, and
@@ -219,13 +226,17 @@ class RequestStore:
     async def publish_to_server(self, server: str, payload: bytes) -> None:
         await self.redis.call("PUBLISH", self.keys.server_channel(server), payload)
 
-    async def requeue(self, request_id: str, *, worker: str, lost: bool) -> str:
-        """Take a request from a worker: ``requeued``, ``exhausted``, ``finished`` or ``gone``."""
+    async def requeue(self, request_id: str, *, worker: str, lost: bool, certain: bool = True) -> str:
+        """Take a request from a worker: ``requeued``, ``exhausted``, ``finished`` or ``gone``.
+
+        ``lost`` counts against the request; a loss that is not ``certain`` (a heartbeat
+        that did not come in time, as from a machine under load) counts a third.
+        """
         k = self.keys
         reply = await self.redis.script(
             REQUEUE,
             [k.request(request_id)],
-            [request_id, worker, k.prefix, self.config.max_attempts, "1" if lost else "0"],
+            [request_id, worker, k.prefix, 3 * self.config.max_attempts, (3 if certain else 1) if lost else 0],
         )
         return str(reply.decode())
 

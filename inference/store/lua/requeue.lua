@@ -2,8 +2,9 @@
 --
 -- KEYS 1 req:{id}  hash, state running -> queued
 --      and, named by the record: queue:<model> (entry added), running:<model>, of:worker:<id> (removed)
--- ARGV 1 id  2 worker that must hold it  3 key prefix  4 most workers it may lose
---      5 '1' where the worker was lost, '0' where it hands back what it holds
+-- ARGV 1 id  2 worker that must hold it  3 key prefix  4 most that may count against it
+--      5 how much this counts: 3 where the worker died, 1 where it only fell silent (it may live), 0 where it
+--      hands back what it holds
 -- Reply 'requeued', 'exhausted' (it has lost too many workers; settle it), 'finished' (its last frame is
 --      logged; nothing to do) or 'gone'
 local rec = redis.call('HMGET', KEYS[1], 'state', 'worker', 'finish', 'model', 'class', 'tag', 'lost')
@@ -15,7 +16,7 @@ if rec[3] ~= '' then
   redis.call('SREM', ARGV[3] .. 'of:worker:' .. ARGV[2], ARGV[1])
   return 'finished'
 end
-if ARGV[5] == '1' and redis.call('HINCRBY', KEYS[1], 'lost', 1) >= tonumber(ARGV[4]) then
+if ARGV[5] ~= '0' and redis.call('HINCRBY', KEYS[1], 'lost', ARGV[5]) >= tonumber(ARGV[4]) then
   return 'exhausted'
 end
 local clock = redis.call('TIME')
