@@ -98,7 +98,9 @@ def caught(tree: Path, mutant: Mutant) -> str:
     finally:
         path.write_text(source)
     verdict = "caught" if code == TESTS_FAILED else "SURVIVED" if code == 0 else f"BROKEN (pytest ended with {code})"
-    failed = next((x.split()[1] for x in output.splitlines() if x.startswith(("FAILED ", "ERROR "))), "a time-out")
+    failed = next(
+        (x.split()[1] for x in output.splitlines() if x.startswith(("FAILED tests/", "ERROR tests/"))), "a time-out"
+    )
     print(f"{verdict:<9} {time.monotonic() - started:4.0f} s  {mutant.name}  {failed}", flush=True)
     return failed.rpartition("::")[2] if code == TESTS_FAILED else ""
 

@@ -99,10 +99,12 @@ class Deployment:
         assert gateway.strays + sum(w.strays for w in self._workers) == strays
         return report
 
-    @staticmethod
-    async def _quiet(gateway: Gateway) -> bool:
-        workers = await gateway.workers()
-        return await gateway.views.count() == 0 and all(w.held == 0 and w.stats.running == 0 for w in workers)
+    async def _quiet(self, gateway: Gateway) -> bool:
+        # Asked of the workers themselves: what they last told Redis may be older than the request.
+        workers = [w.beat() for w in self._workers]
+        return await gateway.views.count() == 0 and all(
+            w.held + w.stats.running + w.stats.waiting == 0 for w in workers
+        )
 
     async def close(self) -> None:
         await self._stack.aclose()

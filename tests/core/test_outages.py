@@ -175,13 +175,17 @@ async def test_messages_lost_all_along(deploy: Deploy, monkeypatch: pytest.Monke
     await deployment.clean(gateway)
 
 
-async def test_aborts_lost(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the worker's periodic check it decodes to the token limit for nobody."""
-    deployment = deploy(models="scripted=scripted:rate=200,context=1000000")
+@pytest.mark.parametrize("prefill", [0, 100_000])
+async def test_aborts_lost(deploy: Deploy, monkeypatch: pytest.MonkeyPatch, prefill: int) -> None:
+    """Without the worker's periodic check it computes to the end for nobody.
+
+    In decode the refusal of its next frame tells it as well; in prefill nothing else does.
+    """
+    deployment = deploy(models=f"scripted=scripted:rate=200,context=1000000,prefill={prefill}")
     gateway, worker = await deployment.both()
     monkeypatch.setattr(worker._subscriber, "_on_message", lambda channel, data: None)
-    async with gateway.request(spec(900_000)) as stream:
-        await asyncio.wait_for(stream.next(), 10)
+    async with gateway.request(spec(900_000)):
+        await eventually(lambda: worker.beat().held == 1, what="claimed")
     await deployment.clean(gateway)
 
 

@@ -255,7 +255,9 @@ async def test_a_claim_skips_what_has_ended(make: Make) -> None:
     store = make()
     first, second = await add(store), await add(store)
     await store.settle(first, GONE)
+    await store.redis.call("ZADD", store.keys.queue("scripted"), 1, first)
     assert [c.id for c in await store.claim("scripted", "w1", 8)] == [second]
+    assert await store.redis.call("EXISTS", store.keys.request(first)) == 0, "nothing is brought back"
 
 
 async def test_submit_twice_after_a_lost_reply(make: Make) -> None:

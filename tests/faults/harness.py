@@ -373,6 +373,9 @@ class Rig:
 
         await eventually(check, timeout, what="nothing in flight")
         took = time.monotonic() - began
+        # The heartbeats looked at may have been older than the last request: look at later ones, too.
+        await asyncio.sleep(2 * BEAT)
+        await eventually(check, timeout, what="nothing in flight, by later heartbeats")
         report: list[AuditReport] = []
 
         async def clean() -> bool:
