@@ -1,11 +1,17 @@
-"""The one log line of a request, written by the process that ended it: figures, never text."""
+"""The end of a request as its server tells it: one log line of figures, never text."""
 
 from __future__ import annotations
 
 import logging
+import time
+from typing import TYPE_CHECKING
 
-from inference.lifecycle import Reason, State
+from inference.lifecycle import Outcome, Reason, State
 from inference.messages import Ending
+
+if TYPE_CHECKING:
+    from inference.gateway.stream import RequestStream
+    from inference.store.records import Submission
 
 logger = logging.getLogger("sluice.request")
 
@@ -53,3 +59,28 @@ def log_ending(ending: Ending, *, exchange: str = "") -> None:
 
 def _since(ending: Ending, at: int) -> int | None:
     return at - ending.created_ms if at else None
+
+
+def lost_ending(stream: RequestStream, spec: Submission, *, server: str, by: str) -> Ending:
+    """The summary of a request that Redis has lost, from what its reader saw of it."""
+    outcome = stream.outcome or Outcome.failed(Reason.STATE_LOST)
+    offset = stream.created_ms - stream.began * 1000
+    return Ending(
+        id=stream.id,
+        model=spec.job.model,
+        state=outcome.state,
+        reason=outcome.reason,
+        endpoint=spec.endpoint,
+        transport=spec.transport,
+        owner=spec.owner,
+        server=server,
+        worker="",
+        attempts=stream.attempt,
+        prompt_tokens=len(spec.job.prompt_ids),
+        generated_tokens=stream.tokens,
+        created_ms=stream.created_ms,
+        claimed_ms=0,
+        first_token_ms=round(offset + stream.first_token * 1000) if stream.first_token else 0,
+        ended_ms=round(offset + time.monotonic() * 1000),
+        by=by,
+    )

@@ -105,11 +105,12 @@ def shutdown() -> None:
 
 
 class RequestTrace:
-    """What is kept of a request beside its stream: the exchange it came by, and nothing more."""
+    """What is kept of a request beside its stream: how it came, and by which exchange."""
 
-    __slots__ = ("exchange",)
+    __slots__ = ("exchange", "spec")
 
-    def __init__(self) -> None:
+    def __init__(self, spec: Submission) -> None:
+        self.spec = spec
         exchange = logs.request_id.get()
         self.exchange = "" if exchange == "-" else exchange
 
@@ -133,7 +134,7 @@ _NO_WORK = WorkTrace()
 def begin(spec: Submission) -> tuple[RequestTrace, Submission]:
     """Start to follow a request; gives the submission with the context that its worker goes on from."""
     if _tracer is None:
-        return RequestTrace(), spec
+        return RequestTrace(spec), spec
     trace = _RequestSpans(spec)
     return trace, msgspec.structs.replace(spec, job=msgspec.structs.replace(spec.job, trace=trace.traceparent))
 
@@ -149,7 +150,7 @@ class _RequestSpans(RequestTrace):
     def __init__(self, spec: Submission) -> None:
         from opentelemetry.trace import SpanKind, set_span_in_context
 
-        super().__init__()
+        super().__init__(spec)
         operation = OPERATIONS.get(spec.endpoint, "text_completion")
         self._began = time.time_ns()
         self._tokens = 0

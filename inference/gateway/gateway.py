@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from inference import metrics, tracing
 from inference.config import Config, host_name
-from inference.endings import log_ending
+from inference.endings import log_ending, lost_ending
 from inference.errors import NotFound, NotServing, Overloaded, Refused, StoreUnavailable, TooLarge, UnknownModel
 from inference.gateway.hub import Hub
 from inference.gateway.presence import Presence
@@ -86,6 +86,7 @@ class Gateway:
         """Submissions whose reply was lost: they count as started once they are seen to end."""
         self._traces: dict[str, tracing.RequestTrace] = {}
         """Requests of this server: what their last log line and their spans need."""
+        self._loose: set[asyncio.Task[None]] = set()
         dial = lambda: connect(config.redis_url, timeout=config.redis_timeout, client_name=f"sluice-{self.id}")  # noqa: E731
         self.redis = Commander(dial, name=self.id)
         self.store = RequestStore(self.redis, config)
@@ -134,6 +135,8 @@ class Gateway:
         self._started = False
         await self.end_streams()
         left = await self.settler.stop(timeout)
+        if self._loose:
+            await asyncio.wait(self._loose, timeout=1.0)
         await self._sampler.stop()
         await self.reaper.stop()
         await self.presence.stop()
@@ -233,6 +236,24 @@ class Gateway:
             if len(self._unconfirmed) > _UNCONFIRMED:
                 del self._unconfirmed[next(iter(self._unconfirmed))]
 
+    def _left(self, stream: RequestStream, *, detached: bool) -> None:
+        """Redis has answered to what a reader left behind. Where nothing was settled, find out why."""
+        trace = self._traces.get(stream.id)
+        self._forget(stream.id)
+        if trace is not None and stream.admitted and not detached:
+            task = asyncio.create_task(self._lost(stream, trace.spec), name=f"lost-{stream.id}")
+            self._loose.add(task)
+            task.add_done_callback(self._loose.discard)
+
+    async def _lost(self, stream: RequestStream, spec: Submission) -> None:
+        """It was stored, and it is gone although nobody has ended it: Redis lost it, so it ends here."""
+        try:
+            if await self.store.outcome(stream.id) is not None:
+                return
+        except StoreUnavailable:
+            return
+        self._ended(lost_ending(stream, spec, server=self.id, by=self.store.token))
+
     def _forget(self, request_id: str) -> None:
         trace = self._traces.pop(request_id, None)
         if trace is not None:
@@ -270,7 +291,7 @@ class Gateway:
         elif (gone or isinstance(failure, StoreUnavailable)) and self._resumes(stream):
             grace = self.config.resume_grace
         note = self.settler.put(stream.id, self._outcome(stream, failure), grace=grace, after=after)
-        note.add_done_callback(lambda _: self._forget(stream.id))
+        note.add_done_callback(lambda _: self._left(stream, detached=grace is not None))
         if not gone:
             # After an outage that was too long already, nothing is gained by waiting once more.
             away = self.redis.outage() > self.config.redis_outage_limit

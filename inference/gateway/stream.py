@@ -85,6 +85,9 @@ class RequestStream:
         self.gaps = array("d")
         """Seconds between consecutive tokens as they arrived here: one fewer than tokens."""
         self._last_token = 0.0
+        self.began = time.monotonic()
+        self.first_token = 0.0
+        """``time.monotonic()`` of the first token, 0 without one."""
         self._waiting_since = 0.0
         """``time.monotonic()`` since when something waits for the reader or its client; 0 where nothing does."""
         self.finish: str | None = None
@@ -119,6 +122,7 @@ class RequestStream:
         else:
             # A gap, or a reader too slow to keep up: what is missing stays in the log.
             self._behind = True
+            self._waiting_since = self._waiting_since or time.monotonic()
         self._notify()
 
     def claimed(self, attempt: int) -> None:
@@ -205,12 +209,13 @@ class RequestStream:
             await self._event.wait()
 
     async def _ready(self) -> list[Frame] | None:
+        self._waiting_since = 0.0
         if not self._frames and self._behind and self._retry is None:
             await self._catch_up()
         if self._frames:
             frames = list(self._frames)
             self._frames.clear()
-            self._waiting_since = 0.0
+            self._waiting_since = time.monotonic() if self._behind else 0.0
             self._ping = False
             return self._deliver(frames)
         if self._ended is not None:
@@ -234,7 +239,7 @@ class RequestStream:
             return frames[:-1]
         self.finish = last.finish
         if last.finish is not None and self._group is None:
-            # In a group it waits for its fellows, and not for the client.
+            # In a group it waits for its fellows first.
             self._waiting_since = time.monotonic()
         return frames
 
@@ -248,6 +253,7 @@ class RequestStream:
         count = len(frame.ids)
         if not count:
             return
+        self.first_token = self.first_token or now
         if self._attached and logged:
             # Another reader has had these, and measured them.
             now = 0.0
@@ -315,6 +321,9 @@ class StreamGroup:
                         del self._open[index]
                 elif frames is not None:
                     ping = True
+            if not self._open:
+                for stream in self.streams:
+                    stream._waiting_since = time.monotonic()
             if ready or ping or not self._open:
                 return ready
             await self._event.wait()

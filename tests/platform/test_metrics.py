@@ -19,7 +19,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from inference import metrics as counted_here
 from inference import multiproc
 from inference.errors import StoreUnavailable
-from inference.gateway import Gateway
+from inference.gateway import Gateway, RequestEnded
 from inference.lifecycle import Outcome, Reason
 from inference.redisio import Script
 from inference.store import RequestStore
@@ -163,6 +163,20 @@ async def test_a_submit_whose_reply_was_lost_counts_as_started(deploy: Deploy, c
     assert lost == ["submit"]
     await eventually(lambda: counted("sluice_requests_total") == 1)
     assert counted("sluice_requests_started_total") == 1
+
+
+async def test_what_redis_has_lost_ends_once_where_it_was_read(deploy: Deploy, counted, redis) -> None:  # type: ignore[no-untyped-def]
+    deployment = deploy()
+    gateway = await gateway_with_metrics(deployment)
+    with pytest.raises(RequestEnded):
+        async with gateway.request(spec(4000)) as stream:
+            await stream.next()
+            await redis.flushall()
+            await read(stream)
+    await eventually(lambda: counted("sluice_requests_total") == 1)
+    assert (deployment.endings[-1].state, deployment.endings[-1].reason) == ("failed", "state_lost")
+    assert counted("sluice_requests_started_total") == 1
+    assert counted("sluice_time_to_first_token_seconds_count") == 1
 
 
 async def test_what_a_process_without_metrics_ends_is_counted_by_the_server(deploy: Deploy, counted) -> None:  # type: ignore[no-untyped-def]
