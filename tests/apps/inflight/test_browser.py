@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -41,7 +42,8 @@ class System:
         self.log = folder / "up.log"
         env = {
             **os.environ, "REDIS_URL": redis_url, "SLUICE_VAR_DIR": str(folder), "SLUICE_PORT": str(self.port),
-            "SLUICE_MODELS": "scripted=scripted:rate=8,slots=8", "SLUICE_MAX_QUEUED": "20000",
+            "SLUICE_MODELS": "scripted=scripted:rate=8,slots=8 fast=scripted:context=100000",
+            "SLUICE_MAX_QUEUED": "20000",
         }  # fmt: skip
         env.pop("DATABASE_URL", None)
         with self.log.open("w") as out:
@@ -221,6 +223,45 @@ def test_cancel_while_streaming(system: System, sign_in: Any, streams: Streams) 
     assert ids(page) == [other]
     page.goto(f"{system.url}{LIST}request/{victim}/")
     assert "Ended: cancelled (admin)" in page.inner_text("#content-main")
+
+
+def test_two_operators_at_once(system: System, sign_in: Any, streams: Streams) -> None:
+    """Both have chosen the same request and are asked; the one who comes second is told so, and nothing else ends."""
+    first, second = (live(sign_in(), system.url + LIST) for _ in range(2))
+    streams.start(3)
+    eventually_sync(lambda: len(ids(first)) == 3 and len(ids(second)) == 3)
+    shared, other, kept = ids(first)
+    first.check(f'tr[data-id="{shared}"] input')
+    second.check(f'tr[data-id="{shared}"] input')
+    second.check(f'tr[data-id="{other}"] input')
+    first.click("text=Cancel selected (1)")
+    second.click("text=Cancel selected (2)")
+    first.click("text=Yes, cancel")
+    first.wait_for_selector(".messagelist >> text=1 cancelled, 0 had ended before.")
+    second.click("text=Yes, cancel")
+    second.wait_for_selector(".messagelist >> text=1 cancelled, 1 had ended before.")
+    eventually_sync(lambda: ids(first) == [kept] and ids(second) == [kept])
+    eventually_sync(lambda: len(streams.last) == 2)
+
+
+def test_slow_client_is_shown(system: System, sign_in: Any) -> None:
+    page = live(sign_in(), system.url + LIST)
+    body = json.dumps({"model": "fast", "prompt": "x", "max_tokens": 50_000, "ignore_eos": True, "stream": True})
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {system.key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", system.port))
+        client.sendall((head + body).encode())
+        eventually_sync(lambda: len(ids(page)) == 1)
+        row = ids(page)[0]
+        eventually_sync(lambda: cell(page, row, "phase") == "blocked by its client", 30)
+        assert cell(page, row, "client").startswith("connected")
+        page.goto(f"{system.url}{LIST}?phase=blocked")
+        assert ids(page) == [row]
+    eventually_sync(lambda: page.query_selector("[data-rows] tr") is None, what="it goes with its client")
 
 
 def test_one_request_is_live_and_shows_its_ending(system: System, sign_in: Any, streams: Streams) -> None:
