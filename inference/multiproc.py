@@ -46,10 +46,14 @@ def folder() -> Iterator[str]:
 
 
 class Merged:
-    """Collects what all processes of a folder have counted; register it in a registry of its own."""
+    """Collects what all processes of a folder have counted; register it in a registry of its own.
 
-    def __init__(self, path: str) -> None:
+    ``own``: with what this process counts in memory, where it was started without a folder.
+    """
+
+    def __init__(self, path: str, *, own: bool = True) -> None:
         self._path = path
+        self._own = own
         self._files = _Collector(None, path)
 
     def describe(self) -> Iterable[Metric]:
@@ -58,7 +62,7 @@ class Merged:
     def collect(self) -> Iterable[Metric]:
         with locked(self._path):
             found = {metric.name: metric for metric in self._files.collect()}
-        if values.ValueClass is values.MutexValue:
+        if self._own and values.ValueClass is values.MutexValue:
             # This process was started without a folder and made one for its children.
             for metric in REGISTRY.collect():
                 if metric.type in ("counter", "histogram"):

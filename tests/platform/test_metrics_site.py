@@ -11,6 +11,8 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import pairwise
@@ -23,7 +25,7 @@ import redis as redis_sync
 
 from inference.embedded import EmbeddedValkey
 from tests.conftest import ROOT, skip_or_fail
-from tests.platform.metrics_site import MetricsSite, Sample, at_rest
+from tests.platform.metrics_site import TOKEN, MetricsSite, Sample, at_rest
 from tests.support import eventually, eventually_sync, find_free_port
 
 pytestmark = pytest.mark.timeout(240)
@@ -385,7 +387,12 @@ async def test_prometheus_scrapes_and_every_panel_has_an_answer(site: MetricsSit
                 await asyncio.gather(*(stream(client, 30) for _ in range(4)))
         want = float(before[0]["value"][1]) + 24 if before else 24.0
         await eventually(lambda: float(prometheus.ask("sum(sluice_requests_total)")[0]["value"][1]) == want, 20)
-        answers = {(panel, query): prometheus.ask(query) for panel, query in queries()}
+        async with site.client() as client:
+            # Held in a list: a response that is collected closes its connection.
+            held = [await open_stream(site, client) for _ in range(4)]
+            running = 'max(sum by (instance) (sluice_requests_inflight{state="running"}))'
+            await eventually(lambda: float(prometheus.ask(running)[0]["value"][1]) == len(held), 20)
+            answers = {(panel, query): prometheus.ask(query) for panel, query in queries()}
         shown = [f"{panel} | {query} | {_short(result)}" for (panel, query), result in answers.items()]
         Path(os.environ.get("SLUICE_TEST_PANELS", tmp_path / "panels.txt")).write_text("\n".join(shown) + "\n")
         may_be_empty = {"Why they ended otherwise than finished"}
@@ -398,6 +405,49 @@ async def test_prometheus_scrapes_and_every_panel_has_an_answer(site: MetricsSit
         assert firing == []
     finally:
         prometheus.close()
+
+
+@pytest.mark.timeout(180)
+def test_up_counts_for_all_its_processes_and_leaves_no_folder(tmp_path: Path) -> None:
+    """``manage.py up``: what workers count is on the server's page; the folder goes with the tree."""
+    folder = Path(tempfile.mkdtemp(prefix="m-"))  # short: a socket is made below it
+    log = (tmp_path / "up.log").open("w+")
+    env = {
+        **os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", "TMPDIR": str(folder), "SLUICE_DEVICES": "cpu",
+        "SLUICE_VAR_DIR": str(tmp_path), "SLUICE_MODELS": "demo=scripted:rate=200", "SLUICE_METRICS_TOKEN": TOKEN,
+        "SLUICE_PRE_DRAIN": "0", "SLUICE_DEBUG": "0",
+    }  # fmt: skip
+    for name in ("REDIS_URL", "PROMETHEUS_MULTIPROC_DIR"):
+        env.pop(name, None)
+    port = find_free_port()
+    up = subprocess.Popen(
+        [sys.executable, "manage.py", "up", "--port", str(port)], cwd=ROOT, env=env, stdout=log, stderr=log
+    )
+    try:
+        eventually_sync(lambda: "Ctrl-C stops everything" in (tmp_path / "up.log").read_text(), 120, every=0.2)
+        key = re.search(r"API key +(sk-\S+)", (tmp_path / "up.log").read_text())
+        assert key
+        headers = {"Authorization": f"Bearer {key[1]}"}
+        url = f"http://127.0.0.1:{port}"
+        answer = httpx.post(f"{url}/v1/completions", json=body(), headers=headers, timeout=30)
+        assert answer.status_code == 200
+        assert list(folder.glob("sluice-metrics-*/histogram_*.db"))
+
+        def counted() -> bool:
+            text = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}, timeout=20).text
+            sample = Sample(text)
+            at_rest(sample)
+            return sample.sum("sluice_requests_total") == 1 and sample.sum("sluice_step_duration_seconds_count") >= 8
+
+        eventually_sync(counted, 10)
+        up.send_signal(signal.SIGINT)
+        assert up.wait(30) == 0
+        assert not list(folder.glob("sluice-metrics-*"))
+    finally:
+        up.kill()
+        up.wait()
+        log.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _short(result: list[dict[str, Any]]) -> str:
