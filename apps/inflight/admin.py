@@ -107,14 +107,16 @@ class InflightAdmin(admin.ModelAdmin):
     def request_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """One request while it lives; its summary while the history remembers it."""
         object_id = unquote(object_id)
-        view, ending, now_ms = async_to_sync(_one)(source(), object_id)
+        view, ending, details, now_ms = async_to_sync(_one)(source(), object_id)
         found = view or ending
         name = owners.names([found.owner])[found.owner] if found else ""
         shown = _shown(object_id, row(view, name), now_ms) if view else None
-        events = panels.timeline(view, ending) if found else []
+        job, claims = details or (None, [])
+        events = panels.timeline(view, ending, claims) if found else []
         return self.page(
             request, "request", f"Request {object_id}"[:120],
             object_id=object_id, shown=shown, ending=ending, owner=name, timeline=events,
+            parameters=panels.parameters(job) if job else [],
             live_url=f"{LIVE_URL}?{Query(q=object_id).encode()}" if view else "",
             may_read=view is not None and request.user.has_perm("inflight.view_text"),  # type: ignore[union-attr]
             may_cancel=request.user.has_perm("inflight.cancel_request"),  # type: ignore[union-attr]
@@ -243,10 +245,10 @@ async def _page_data(gateway: Source, query: Query) -> tuple[Any, dict[str, list
     return selection, choices
 
 
-async def _one(gateway: Source, request_id: str) -> tuple[Any, Any, int]:
+async def _one(gateway: Source, request_id: str) -> tuple[Any, Any, Any, int]:
     now_ms = await gateway.now_ms()
     view = await gateway.view(request_id)
     if view is not None:
-        return view, None, now_ms
+        return view, None, await gateway.details(request_id), now_ms
     history = await gateway.history(panels.HISTORY)
-    return None, next((e for e in history if e.id == request_id), None), now_ms
+    return None, next((e for e in history if e.id == request_id), None), None, now_ms

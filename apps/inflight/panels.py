@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,7 +13,7 @@ from apps.inflight.charts import charts
 from apps.inflight.roster import Source
 from apps.inflight.rows import amount, duration, request_url
 from inference.lifecycle import REASONS
-from inference.messages import Ending, ServerBeat, WorkerBeat
+from inference.messages import Ending, Job, ServerBeat, WorkerBeat
 from inference.store import RequestView
 from inference.store.series import Sample
 
@@ -159,18 +160,42 @@ def _named(counter: str) -> str:
     return _outcome(state, reason)
 
 
-def timeline(view: RequestView | None, ending: Ending | None) -> list[dict[str, str]]:
+#: Sampling parameters that are numbers or switches; the others may hold words of the client.
+NUMERIC = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logprobs", "ignore_eos", "min_tokens",
+)  # fmt: skip
+WORDED = ("stop", "stop_token_ids", "logit_bias")
+
+
+def parameters(job: Job) -> list[tuple[str, str]]:
+    """How a request is sampled, lengths included; of what may hold a client's words, only how many there are."""
+    params = job.params
+    shown = [("prompt tokens", str(len(job.prompt_ids))), ("max_tokens", str(params.max_tokens))]
+    shown += [(n, str(v)) for n in NUMERIC if (v := getattr(params, n)) is not None]
+    shown += [(n, f"{len(v)} given") for n in WORDED if (v := getattr(params, n))]
+    return [*shown, ("grammar", "given")] if params.grammar is not None else shown
+
+
+def timeline(
+    view: RequestView | None, ending: Ending | None, claims: Sequence[tuple[int, str]] = ()
+) -> list[dict[str, str]]:
     """What happened to a request and when, each with the time since it was accepted."""
     record: Any = view or ending
     steps = [("Accepted and queued", record.created_ms)]
     attempts = view.attempt if view else ending.attempts if ending else 0
     claimed = "Claimed by a worker" if attempts <= 1 else f"Claimed by a worker (attempt {attempts})"
-    steps += [(claimed, record.claimed_ms), ("First token", record.first_token_ms)]
+    if claims:
+        steps += [(f"Claimed by {worker} (attempt {n})", ms) for n, (ms, worker) in enumerate(claims, 1)]
+    else:
+        steps.append((claimed, record.claimed_ms))
+    steps.append(("First token", record.first_token_ms))
     if view is not None:
         steps.append(("Last token so far", view.last_token_ms))
         steps.append(("Deadline", view.deadline_ms))
     if ending is not None:
         steps.append((f"Ended: {ending.state} ({ending.reason})", ending.ended_ms))
+    steps.sort(key=lambda step: step[1])
     return [{"what": what, "at": _clock(ms), "after": duration(ms - record.created_ms)} for what, ms in steps if ms]
 
 

@@ -24,6 +24,7 @@ from inference.gateway.stream import Detached, RequestEnded, RequestStream
 from inference.lifecycle import Outcome, Reason, State
 from inference.messages import (
     Ending,
+    Job,
     ModelInfo,
     PoolBeat,
     ServerBeat,
@@ -419,6 +420,10 @@ class Gateway:
     async def view(self, request_id: str) -> RequestView | None:
         """A live request, or ``None``."""
         return await self.views.view(request_id)
+
+    async def details(self, request_id: str) -> tuple[Job, builtins.list[tuple[int, str]]] | None:
+        """The job of a live request and its claims, (ms, worker) each; ``None`` where it is not alive."""
+        return await self.store.details(request_id)
 
     async def ending(self, request_id: str) -> Ending | None:
         """The summary of a resumable request that ended lately, or ``None``."""

@@ -13,7 +13,7 @@ from inference.config import Config
 from inference.errors import Overloaded, StoreUnavailable
 from inference.keys import PRIORITIES, Keys
 from inference.lifecycle import Outcome, Reason, State
-from inference.messages import Ending, decode_ending, decode_job, encode
+from inference.messages import Ending, Job, decode_ending, decode_job, encode
 from inference.redisio import Commander, Script
 from inference.store.records import Attached, Claim, Submission
 
@@ -249,6 +249,14 @@ class RequestStore:
     async def tell_server(self, server: str, payload: bytes) -> int:
         """Send an encoded ServerMessage; gives how many processes heard it."""
         return int(await self.redis.call("PUBLISH", self.keys.server_channel(server), payload))
+
+    async def details(self, request_id: str) -> tuple[Job, list[tuple[int, str]]] | None:
+        """The job of a live request and its claims, (ms, worker) each; ``None`` where it is not alive."""
+        job, claims = await self.redis.call("HMGET", self.keys.request(request_id), "job", "claims")
+        if job is None:
+            return None
+        lines = [line.partition(" ") for line in (claims or b"").decode().splitlines()]
+        return decode_job(job), [(int(ms), worker) for ms, _, worker in lines]
 
     async def now_ms(self) -> int:
         seconds, micros = await self.redis.call("TIME")

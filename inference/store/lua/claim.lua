@@ -16,12 +16,14 @@ while #taken < tonumber(ARGV[2]) do
   if not top[1] then break end
   local id = top[1]
   local req = ARGV[3] .. 'req:{' .. id .. '}'
-  local rec = redis.call('HMGET', req, 'state', 'server', 'job', 'class', 'tag', 'deadline')
+  local rec = redis.call('HMGET', req, 'state', 'server', 'job', 'class', 'tag', 'deadline', 'claims')
   -- an entry whose record is gone belongs to a request that has ended: it is simply dropped
   if rec[1] == 'queued' then
     local attempt = redis.call('HINCRBY', req, 'attempt', 1)
     redis.call('HSET', req, 'state', 'running', 'worker', ARGV[1], 'claimed_at', now)
     redis.call('HSETNX', req, 'claimed', now)
+    -- who has had it and since when, for operators; as long as the attempts that are allowed
+    redis.call('HSET', req, 'claims', (rec[7] or '') .. now .. ' ' .. ARGV[1] .. '\n')
     redis.call('ZADD', ARGV[3] .. 'deadlines', rec[6], id)
     redis.call('SADD', KEYS[2], id)
     redis.call('SADD', KEYS[4], id)

@@ -11,6 +11,8 @@ from django.urls import reverse
 
 from inference.errors import StoreUnavailable
 from inference.lifecycle import Outcome, Reason
+from inference.messages import Job, SamplingParams
+from inference.store import Submission
 from sluice import runtime
 from tests.apps.inflight.conftest import SERVER, WORKER, Bench
 
@@ -122,12 +124,33 @@ async def test_one_request_alive_then_ended_then_forgotten(bench: Bench, boss: A
     await bench.claim()
     await bench.token("r-1", 1)
     page = await text(boss, one("r-1"))
-    for word in ("Accepted and queued", "Claimed by a worker", "First token", "Deadline", "Cancel this request"):
-        assert word in page
+    claimed = f"Claimed by {WORKER} (attempt 1)"
+    for word in ("Accepted and queued", claimed, "First token", "Deadline", "Cancel this request", "max_tokens"):
+        assert word in page, word
     await bench.gateway.cancel("r-1", Reason.ADMIN)
     page = await text(boss, one("r-1"))
     assert "Ended: cancelled (admin)" in page and "Cancel this request" not in page
     assert "No request of this id" in await text(boss, one("never"), status=404)
+
+
+async def test_each_attempt_is_in_the_timeline_and_no_words_of_the_client(bench: Bench, boss: AsyncClient) -> None:
+    params = SamplingParams(max_tokens=9, temperature=0.5, stop=["secret word"], logit_bias={3: 1.0})
+    job = Job("r-1", "scripted", [1, 2], params, "secret prompt")
+    values = {"endpoint": "chat", "transport": "sse", "owner": "user:1"}
+    await bench.store.submit(Submission(job, **values), server=SERVER, slots=10)
+    await bench.claim()
+    await bench.store.requeue("r-1", worker=WORKER, lost=True)
+    await bench.beat("w-second")
+    await bench.claim(worker="w-second")
+    page = await boss.get(one("r-1"))
+    steps = [step["what"] for step in page.context["timeline"]]
+    assert steps == [
+        "Accepted and queued", f"Claimed by {WORKER} (attempt 1)", "Claimed by w-second (attempt 2)", "Deadline",
+    ]  # fmt: skip
+    shown = dict(page.context["parameters"])
+    assert (shown["prompt tokens"], shown["max_tokens"], shown["temperature"]) == ("2", "9", "0.5")
+    assert (shown["stop"], shown["logit_bias"]) == ("1 given", "1 given")
+    assert "secret" not in page.content.decode()
 
 
 async def test_orphan_is_shown_as_such(bench: Bench, boss: AsyncClient) -> None:
