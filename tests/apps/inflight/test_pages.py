@@ -104,6 +104,28 @@ async def test_the_plain_list_costs_the_same_however_many_are_in_flight(bench: B
     assert abs(seen[0] - seen[1]) <= 10, seen  # heartbeats come in between
 
 
+async def test_opening_the_list_costs_a_few_queries_whatever_is_in_flight(bench: Bench, boss: AsyncClient) -> None:
+    from asgiref.sync import sync_to_async
+    from django.db import connection
+    from django.test import Client
+    from django.test.utils import CaptureQueriesContext
+
+    def opened() -> tuple[int, int]:
+        client = Client()
+        client.force_login(boss.user)  # type: ignore[attr-defined]
+        counts = []
+        for _ in range(2):
+            with CaptureQueriesContext(connection) as queries:
+                assert client.get(LIST).status_code == 200
+            counts.append(len(queries))
+        return counts[0], counts[1]
+
+    for i in range(120):
+        await bench.submit(f"r-{i}", owner=f"user:{i}" if i % 2 else f"key:{i:08d}")
+    first, again = await sync_to_async(opened)()
+    assert (first, again) == (4, 2), "session and user; once a minute also names of users and of keys"
+
+
 async def test_hostile_text_is_escaped_everywhere(bench: Bench, boss: AsyncClient) -> None:
     await bench.beat(HOSTILE, device=HOSTILE, host=HOSTILE, version=HOSTILE)
     await bench.pool(workers=[HOSTILE], host=HOSTILE)
