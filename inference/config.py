@@ -11,14 +11,14 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
 
 from inference.errors import ConfigError
 
-ENGINES = ("transformers", "openai", "scripted")
+ENGINES = ("transformers", "embed", "openai", "scripted")
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -27,8 +27,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     Attributes:
         alias: the public name; all that clients, labels and logs ever see.
-        engine: ``transformers``, ``openai`` or ``scripted``.
-        target: a folder or hub name, an upstream URL (``http://host/v1#name``),
+        engine: ``transformers``, ``embed`` (vectors instead of text), ``openai`` or ``scripted``.
+        target: a folder or hub name (``embed``: a folder), an upstream URL (``http://host/v1#name``),
             or, for the scripted engine, options (``rate=50,context=4096``).
             ``default`` means the model that ``manage.py fetchmodel`` brings.
     """
@@ -36,6 +36,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
     alias: str
     engine: str
     target: str
+
+    @property
+    def kind(self) -> Literal["generate", "embed"]:
+        """What the model makes: text, or vectors."""
+        return "embed" if self.engine == "embed" else "generate"
 
 
 def parse_models(text: str) -> list[ModelSpec]:

@@ -31,7 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         max_tokens: upper bound of generated tokens, at least 1 (the API resolves
-            "absent" to what is left of the context).
+            "absent" to what is left of the context); 0 for a model that makes vectors.
         temperature: 0 is greedy; below 1e-5 acts greedy.
         top_k: 0 is off. top_p: 1 is off; 0 acts greedy. min_p: 0 is off.
         seed: ``None`` draws a random one when the job is made, so that a

@@ -136,8 +136,8 @@ class Model(Answer):
     created: int
     owned_by: str
     ready: bool
+    kind: Literal["generate", "embed"]
     context_length: int | msgspec.UnsetType = msgspec.UNSET
-    kind: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Models(Answer):

@@ -9,10 +9,11 @@ from apps.accounts.auth import issue_ticket
 from apps.accounts.tickets import TICKET_SECONDS
 from apps.api import deps, jobs, plan, prompts, upstream
 from apps.api import tools as toolkit
-from apps.api.errors import invalid, unknown_model
+from apps.api.errors import invalid
 from apps.api.http import ApiConsumer
 from apps.api.schema.base import Decoder
 from apps.api.schema.generation import DetokenizeBody, TokenizeBody
+from inference.config import ModelSpec
 
 decode_tokenize = Decoder(TokenizeBody)
 decode_detokenize = Decoder(DetokenizeBody)
@@ -20,19 +21,19 @@ decode_detokenize = Decoder(DetokenizeBody)
 _STARTED = int(time.time())
 
 
-def model_entry(alias: str) -> dict[str, Any]:
+def model_entry(spec: ModelSpec) -> dict[str, Any]:
     """One model as OpenAI lists it, and what a client may want to know besides."""
-    served = deps.gateway().models().get(alias)
+    served = deps.gateway().models().get(spec.alias)
     out: dict[str, Any] = {
-        "id": alias,
+        "id": spec.alias,
         "object": "model",
         "created": _STARTED,
         "owned_by": "sluice",
         "ready": served is not None,
+        "kind": spec.kind,
     }
     if served is not None:
         out["context_length"] = min(served.context_length, served.capacity_tokens)
-        out["kind"] = served.kind
     return out
 
 
@@ -40,19 +41,15 @@ class ModelsConsumer(ApiConsumer):
     """``GET /v1/models``."""
 
     async def get(self, body: bytes) -> None:
-        aliases = [spec.alias for spec in deps.config().model_specs()]
-        data = [model_entry(alias) for alias in aliases if self.caller.may_use(alias)]
-        await self.send_json(200, {"object": "list", "data": data})
+        specs = [spec for spec in deps.config().model_specs() if self.caller.may_use(spec.alias)]
+        await self.send_json(200, {"object": "list", "data": [model_entry(spec) for spec in specs]})
 
 
 class ModelConsumer(ApiConsumer):
     """``GET /v1/models/{id}``."""
 
     async def get(self, body: bytes) -> None:
-        alias = self.kwargs["model"]
-        if deps.model_spec(alias) is None or not self.caller.may_use(alias):
-            raise unknown_model(alias)
-        await self.send_json(200, model_entry(alias))
+        await self.send_json(200, model_entry(plan.check_model(self.kwargs["model"], self.caller)))
 
 
 class TokenizeConsumer(ApiConsumer):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -25,6 +26,7 @@ from apps.api.schema.generation import (
     Sampling,
     StreamOptions,
 )
+from inference.config import ModelSpec
 from inference.messages import Job
 from inference.text.protocol import Tokenizer
 
@@ -40,7 +42,6 @@ class Plan:
         keep: answers returned per prompt (``n``); fewer than generated with ``best_of``.
         echo: per prompt, the text to put in front.
         show_logprobs: alternatives to show, ``None`` for no log probabilities.
-        usage_at_end: the last chunk of a stream tells the usage although no chunk of its own was asked for.
     """
 
     id: str
@@ -56,7 +57,6 @@ class Plan:
     echo: list[str] = field(default_factory=list)
     show_logprobs: int | None = None
     tools: toolkit.ToolUse | None = None
-    usage_at_end: bool = False
     priority: str = "normal"
     timeout: float = 600.0
     resumable: bool = False
@@ -81,7 +81,7 @@ async def chat(
     Raises:
         ApiError: the request is wrong, or its prompt can not be prepared now.
     """
-    _check_model(body.model, caller)
+    _check_generates(body.model, caller)
     _check_stream_options(body.stream, body.stream_options)
     if body.store:
         raise invalid("Answers are not stored: store can only be false.", "store", "unsupported_parameter")
@@ -128,12 +128,12 @@ async def completion(body: CompletionBody, caller: Principal) -> Plan:
     Raises:
         ApiError: as :func:`chat`.
     """
-    _check_model(body.model, caller)
+    _check_generates(body.model, caller)
     _check_stream_options(body.stream, body.stream_options)
     keep = body.n or 1
     count = max(keep, body.best_of or keep)
     _check_completion(body, keep)
-    texts = _split_prompts(body.prompt)
+    texts = prompts.split(body.prompt)
     if len(texts) * count > MAX_CHOICES:
         raise invalid(
             f"{len(texts)} prompts with {count} answers each are more than the {MAX_CHOICES} answers "
@@ -175,8 +175,6 @@ async def completion(body: CompletionBody, caller: Principal) -> Plan:
         per_prompt=count,
         echo=echo,
         show_logprobs=shown,
-        # Whoever sends token ids counts tokens: such streams say in their last chunk what they came to.
-        usage_at_end=body.stream_options is None and all(isinstance(text, list) for text in texts),
         **_service(body, caller),
     )
 
@@ -188,6 +186,7 @@ async def generate(body: GenerateBody, caller: Principal, *, endpoint: str = "ge
         ApiError: as :func:`chat`.
     """
     model = resolve_model(body.model, caller)
+    _check_generates(model, caller)
     has_prompt, has_messages = body.prompt is not msgspec.UNSET, body.messages is not msgspec.UNSET
     if has_prompt == has_messages:
         what = "Give either prompt or messages, not both." if has_prompt else "Missing required parameter: 'prompt'."
@@ -222,19 +221,34 @@ async def generate(body: GenerateBody, caller: Principal, *, endpoint: str = "ge
 
 
 def resolve_model(model: str | None, caller: Principal) -> str:
-    """The alias asked for, or the first configured one.
+    """The alias asked for, or the first configured one that generates.
 
     Raises:
         ApiError: 404.
     """
-    alias = model or deps.config().model_specs()[0].alias
-    _check_model(alias, caller)
+    specs = deps.config().model_specs()
+    alias = model or next((spec for spec in specs if spec.kind == "generate"), specs[0]).alias
+    check_model(alias, caller)
     return alias
 
 
-def _check_model(model: str, caller: Principal) -> None:
-    if deps.model_spec(model) is None or not caller.may_use(model):
+def check_model(model: str, caller: Principal) -> ModelSpec:
+    """The configured model, if the caller may use it.
+
+    Raises:
+        ApiError: 404.
+    """
+    spec = deps.model_spec(model)
+    if spec is None or not caller.may_use(model):
         raise unknown_model(model)
+    return spec
+
+
+def _check_generates(model: str, caller: Principal) -> None:
+    if check_model(model, caller).kind != "generate":
+        raise invalid(
+            f"The model {model!r} makes embeddings and no text; use /v1/embeddings.", "model", "model_not_supported"
+        )
 
 
 def _check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
@@ -256,37 +270,26 @@ def _check_resumable(body: Sampling, jobs: list[Job]) -> None:
         raise invalid("A resumable request has one answer.", "resumable", "invalid_value")
 
 
-def _service(body: Sampling, caller: Principal) -> dict[str, object]:
+def _service(body: Sampling, caller: Principal) -> dict[str, Any]:
     """Priority, deadline and resumability, within what caller and operator allow."""
+    priority, timeout = service_of(body.priority, body.timeout, caller)
+    return {"priority": priority, "timeout": timeout, "resumable": bool(body.resumable)}
+
+
+def service_of(priority: str | None, timeout: float | None, caller: Principal) -> tuple[str, float]:
+    """Priority and deadline (seconds), within what caller and operator allow.
+
+    Raises:
+        ApiError: 400 a timeout beyond the operator's, 403 a priority that the key may not have.
+    """
     longest = deps.config().request_timeout
-    if body.timeout is not None and body.timeout > longest:
+    if timeout is not None and timeout > longest:
         raise invalid(f"timeout is at most {longest:g} seconds here.", "timeout", "invalid_value")
-    if body.priority == "high" and not caller.may("admin"):
+    if priority == "high" and not caller.may("admin"):
         raise ApiError(
             403, "Priority high needs a key with the admin scope.", param="priority", code="priority_not_allowed"
         )
-    return {
-        "priority": body.priority or "normal",
-        "timeout": body.timeout or longest,
-        "resumable": bool(body.resumable),
-    }
-
-
-def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The prompts of a completion request.
-
-    Raises:
-        ApiError: an empty list, or a list of mixed kinds.
-    """
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise invalid("The list of prompts is empty.", "prompt", "invalid_value")
-    if all(isinstance(x, int) for x in prompt):
-        return [prompt]  # type: ignore[list-item]
-    if all(isinstance(x, str) for x in prompt) or all(isinstance(x, list) for x in prompt):
-        return list(prompt)  # type: ignore[arg-type]
-    raise invalid("A prompt list holds texts, token ids, or lists of token ids, not a mix.", "prompt", "invalid_value")
+    return priority or "normal", timeout or longest
 
 
 def _prepare(maker: Maker, prompt: str | list[int]) -> list[int]:

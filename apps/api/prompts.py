@@ -126,7 +126,24 @@ def speaks_tools(tokenizer: Tokenizer) -> bool:
     return known
 
 
-def text_ids(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
+def split(prompt: str | list[str | int | list[int]], param: str = "prompt") -> list[str | list[int]]:
+    """The prompts in a field that takes one or several, as texts or token ids.
+
+    Raises:
+        ApiError: an empty list, or a list of mixed kinds.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid(f"The list of {param} is empty.", param, "invalid_value")
+    if all(isinstance(x, int) for x in prompt):
+        return [prompt]  # type: ignore[list-item]
+    if all(isinstance(x, str) for x in prompt) or all(isinstance(x, list) for x in prompt):
+        return list(prompt)  # type: ignore[arg-type]
+    raise invalid("A list holds texts, token ids, or lists of token ids, not a mix.", param, "invalid_value")
+
+
+def text_ids(tokenizer: Tokenizer, text: str, limit: int, param: str = "prompt") -> list[int]:
     """Encode a trusted prompt; runs in a worker thread.
 
     Raises:
@@ -135,11 +152,11 @@ def text_ids(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
     try:
         ids = tokenizer.encode_bounded(text, limit, add_special_tokens=True, trusted=True)
     except TooLarge as exc:
-        raise too_long(limit, str(exc), "prompt") from None
-    return _checked(ids, limit, "prompt")
+        raise too_long(limit, str(exc), param) from None
+    return _checked(ids, limit, param)
 
 
-def given_ids(tokenizer: Tokenizer, ids: Sequence[int], limit: int) -> list[int]:
+def given_ids(tokenizer: Tokenizer, ids: Sequence[int], limit: int, param: str = "prompt") -> list[int]:
     """Check a prompt that came as token ids.
 
     Raises:
@@ -148,8 +165,8 @@ def given_ids(tokenizer: Tokenizer, ids: Sequence[int], limit: int) -> list[int]
     size = tokenizer.vocab_size
     for at, token_id in enumerate(ids):
         if not 0 <= token_id < size:
-            raise invalid(f"Token id {at} of the prompt is outside of the vocabulary (0 to {size - 1}).", "prompt")
-    return _checked(list(ids), limit, "prompt")
+            raise invalid(f"Token id {at} of the prompt is outside of the vocabulary (0 to {size - 1}).", param)
+    return _checked(list(ids), limit, param)
 
 
 def too_long(limit: int, detail: str = "", param: str = "messages") -> ApiError:

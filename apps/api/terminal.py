@@ -119,7 +119,7 @@ def first_model(client: httpx.Client) -> str:
         raise TerminalError(f"No answer from {client.base_url}: {exc}. Is the server running?") from exc
     if reply.status_code != 200:
         raise TerminalError(_message(reply))
-    models = [str(model["id"]) for model in reply.json()["data"]]
+    models = [str(model["id"]) for model in reply.json()["data"] if model.get("kind") != "embed"]
     if not models:
         raise TerminalError("This key may use no model.")
     return models[0]

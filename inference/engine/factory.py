@@ -30,8 +30,13 @@ def make_engine(spec: ModelSpec, device: str, config: Config) -> Engine:
         from inference.engine.openai_upstream import OpenAIEngine
 
         return OpenAIEngine(spec.target, alias=spec.alias, config=config)
-    from inference.engine.transformers.engine import TransformersEngine
     from inference.models.registry import resolve
+
+    if spec.engine == "embed":
+        from inference.engine.embedding import EmbeddingEngine
+
+        return EmbeddingEngine(resolve(spec, config), alias=spec.alias, device=device, config=config)
+    from inference.engine.transformers.engine import TransformersEngine
 
     engine: Engine = TransformersEngine(resolve(spec, config), alias=spec.alias, device=device, config=config)
     return engine
@@ -59,6 +64,11 @@ def make_tokenizer(spec: ModelSpec, config: Config) -> Tokenizer:
     from inference.models.tokenizer import ModelTokenizer
 
     target = resolve(spec, config, weights=False)
+    if spec.engine == "embed":
+        from inference.engine.embedding import read_recipe
+
+        longest = [n for n in (config.context_length, read_recipe(target).max_length) if n]
+        return ModelTokenizer(target, context_length=min(longest, default=0))
     folder = target if Path(target).is_dir() else _from_hub(spec.alias, target)
     return ModelTokenizer(folder, context_length=config.context_length)
 

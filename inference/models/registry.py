@@ -56,15 +56,17 @@ def resolve(spec: ModelSpec, config: Config, *, weights: bool = True) -> str:
         ModelUnavailable: missing, incomplete or corrupt; names the mend.
         ConfigError: the target is neither a folder nor a hub name.
     """
-    if spec.engine != "transformers":
+    if spec.engine not in ("transformers", "embed"):
         raise ConfigError(f"model {spec.alias!r}: engine {spec.engine!r} loads no files")
-    if spec.target == DEFAULT_TARGET:
+    if spec.target == DEFAULT_TARGET and spec.engine == "transformers":
         folder = default_folder(config)
         problem = check_folder(folder, weights=weights)
         if problem:
             raise ModelUnavailable(f"model {spec.alias!r}: the default model {problem}; run 'manage.py fetchmodel'")
         return str(folder)
     path = Path(spec.target).expanduser()
+    if spec.engine == "embed" and not path.is_dir():
+        raise ModelUnavailable(f"model {spec.alias!r}: an embed model is a folder, and this one does not exist")
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelUnavailable(

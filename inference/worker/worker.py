@@ -280,7 +280,7 @@ class Worker:
         params = claim.job.params
         if seq.logged_finish is not None:
             return True
-        if seq.stop_found or seq.tokens >= params.max_tokens:
+        if seq.stop_found or 0 < params.max_tokens <= seq.tokens:
             self._outbox.put([seq.close("stop" if seq.stop_found else "length")])
             return True
         if not served.engine.fits(claim.job, seq.tokens) and self._held:

@@ -21,7 +21,6 @@ class CompletionRenderer(Stamped):
         self._tail = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
         self._open = [self._head + b'{"index":%d,"text":' % index for index in range(len(generation.choices))]
         self._close = b',"logprobs":null,"finish_reason":null}' + self._tail
-        self._unfinished = set(range(len(generation.choices)))
         self._offsets = [len(choice.echo) for choice in generation.choices]
 
     def start(self) -> bytes:
@@ -41,15 +40,7 @@ class CompletionRenderer(Stamped):
             "logprobs": self._logprobs(index, delta.logprobs),
             "finish_reason": delta.finish,
         }
-        tail = self._tail
-        if self.plan.usage_at_end and delta.finish is not None and self._last(index):
-            tail = b'],"usage":' + dump(self.generation.usage().to_dict()) + b"}\n\n"
-        return stamp + self._head + dump(choice) + tail
-
-    def _last(self, index: int) -> bool:
-        """Whether this is the choice that all others have ended before; counts endings."""
-        self._unfinished.discard(index)
-        return not self._unfinished
+        return stamp + self._head + dump(choice) + self._tail
 
     def end(self) -> bytes:
         if not self._usage:

@@ -37,7 +37,7 @@ def load_model(folder: str, device: torch.device, config: Config) -> Loaded:
     path = Path(folder)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelUnavailable(f"{path.name}: no config.json in the model folder; fetch the model again")
-    _quieten()
+    quieten()
     common = {"local_files_only": path.is_dir(), "trust_remote_code": config.trust_remote_code}
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -45,7 +45,7 @@ def load_model(folder: str, device: torch.device, config: Config) -> Loaded:
         )
         model = model.to(device).eval()
     except Exception as error:  # the library raises anything; all of it means "unusable"
-        raise ModelUnavailable(f"{path.name}: {_first_line(error)}") from error
+        raise ModelUnavailable(f"{path.name}: {first_line(error)}") from error
     model.requires_grad_(False)
     text_config = model.config.get_text_config()
     longest = int(getattr(text_config, "max_position_embeddings", 0) or 0)
@@ -60,7 +60,7 @@ def load_model(folder: str, device: torch.device, config: Config) -> Loaded:
     )
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Leave the library's words to the process's own logging, and only those that matter.
 
     Its batching logger writes to standard error by itself, and at lower levels
@@ -116,6 +116,7 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(i for i in ids if i >= 0)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says first, bounded."""
     text = str(error).strip()
     return text.splitlines()[0][:300] if text else type(error).__name__

@@ -70,13 +70,13 @@ class Site:
             yield client
 
 
-def start(folder: Path, valkey: EmbeddedValkey) -> Site:
+def start(folder: Path, valkey: EmbeddedValkey, models: str = MODELS) -> Site:
     """Bring a site up; ``stop`` takes it down."""
     env = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}",
         "REDIS_URL": valkey.url,
-        "SLUICE_MODELS": MODELS,
+        "SLUICE_MODELS": models,
         "SLUICE_VAR_DIR": str(folder),
         "SLUICE_PRE_DRAIN": "0",
         "SLUICE_PING_INTERVAL": "0.3",

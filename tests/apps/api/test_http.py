@@ -79,14 +79,40 @@ async def test_oc_05_usage_chunk_only_when_asked_for(site: Site, path: str) -> N
     assert wrong.status_code == 400
 
 
-async def test_completions_of_token_ids_say_their_usage_at_the_end(site: Site) -> None:
-    body = {"model": "demo", "prompt": [[104, 105], [104]], "max_tokens": 3, "stream": True}
+STREAMED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", chat(n=2)),
+    ("/v1/completions", {"model": "demo", "prompt": ["once", "twice"], "max_tokens": 3}),
+    ("/v1/completions", {"model": "demo", "prompt": [104, 105], "max_tokens": 3}),
+    ("/v1/completions", {"model": "demo", "prompt": [[104, 105], [104]], "max_tokens": 3}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMED, ids=["chat", "texts", "token ids", "lists of token ids"])
+async def test_usage_is_streamed_only_when_asked_for(site: Site, path: str, body: dict[str, Any]) -> None:
+    async def usages(**fields: Any) -> list[Any]:
+        reply = await client.post(path, json={**body, **fields, "stream": True})
+        return [o["usage"] for p in events(reply.text)[:-1] if "usage" in (o := json.loads(p))]
+
     async with site.client() as client:
-        reply = await client.post("/v1/completions", json=body)
-        off = await client.post("/v1/completions", json={**body, "stream_options": {"include_usage": False}})
-    usages = [u for p in events(reply.text)[:-1] if (u := json.loads(p).get("usage"))]
-    assert [(u["prompt_tokens"], u["completion_tokens"]) for u in usages] == [(3, 6)]
-    assert not any(json.loads(p).get("usage") for p in events(off.text)[:-1])
+        assert await usages() == []
+        assert await usages(stream_options={}) == []
+        assert await usages(stream_options={"include_usage": False}) == []
+        *before, last = await usages(stream_options={"include_usage": True})
+    assert set(before) == {None}
+    assert last["total_tokens"] == last["prompt_tokens"] + last["completion_tokens"]
+
+
+async def test_responses_always_tell_their_usage_in_the_last_event(site: Site) -> None:
+    body = {"model": "demo", "input": "hi", "max_output_tokens": 3, "stream": True}
+    async with site.client() as client:
+        reply = await client.post("/v1/responses", json=body)
+        asked = await client.post("/v1/responses", json={**body, "stream_options": {"include_usage": True}})
+    objects = [json.loads(p) for p in events(reply.text)]
+    usages = [o["response"]["usage"] for o in objects if "response" in o]
+    assert usages[:-1] == [None] * (len(usages) - 1)
+    assert usages[-1]["output_tokens"] == 3
+    # There is nothing to ask for: OpenAI's responses have no such option.
+    assert (asked.status_code, asked.json()["error"]["param"]) == (400, "stream_options.include_usage")
 
 
 async def test_oc_08_the_smaller_limit_holds(site: Site) -> None:
