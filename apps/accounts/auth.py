@@ -262,6 +262,9 @@ def _ticket(scope: Scope) -> str | None:
     for protocol in scope.get("subprotocols", []):
         if protocol.startswith(TICKET_PROTOCOL):
             return protocol[len(TICKET_PROTOCOL) :]
-    query = parse_qs(scope.get("query_string", b"").decode("latin-1"), max_num_fields=20)
+    try:
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"), max_num_fields=20)
+    except ValueError:
+        return None  # more fields than that carry no ticket of ours
     values = query.get("ticket")
     return values[0] if values else None

@@ -149,7 +149,10 @@ class EventsConsumer(ApiConsumer):
         """Number of the last event that the client has: the header, or ``?after=``."""
         value = self.header("last-event-id")
         if value is None:
-            query = parse_qs(self.scope.get("query_string", b"").decode("latin-1"), max_num_fields=20)
+            try:
+                query = parse_qs(self.scope.get("query_string", b"").decode("latin-1"), max_num_fields=20)
+            except ValueError:
+                raise invalid("The query has more than 20 fields.", None, "invalid_value") from None
             value = query.get("after", ["0"])[0]
         if not value.isascii() or not value.isdigit() or len(value) > 10:
             raise invalid("Last-Event-ID must be the number of an event.", "Last-Event-ID", "invalid_value")

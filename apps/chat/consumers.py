@@ -268,7 +268,12 @@ class ChatConsumer(StreamingWebSocketConsumer):
 
     def _caller(self) -> Caller:
         client = (self.scope.get("client") or ["", 0])[0]
-        return Caller(user_id=self.principal.user_id, owner=self.principal.owner, client=client)
+        return Caller(
+            user_id=self.principal.user_id,
+            owner=self.principal.owner,
+            client=client,
+            quotas=self.principal.quotas,
+        )
 
     async def _error(self, ref: Any, message: str, code: str) -> None:
         ref = ref if isinstance(ref, str) else None

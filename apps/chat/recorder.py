@@ -29,6 +29,8 @@ from django.conf import settings
 from django.db import DatabaseError
 from django.utils import timezone
 
+from apps.accounts.limits import LimitExceeded, limiter_of
+from apps.accounts.quota import Quota
 from apps.api.errors import ApiError
 from apps.api.service import chat_job
 from apps.chat import services
@@ -56,6 +58,7 @@ class Caller:
     owner: str
     client: str = ""
     priority: str = "normal"
+    quotas: tuple[Quota, ...] = ()
 
 
 Opener = Callable[[], AbstractAsyncContextManager[RequestStream]]
@@ -181,7 +184,17 @@ class Recorder:
             priority=caller.priority,
             resumable=True,
         )
-        await self._record(recording, lambda: self.gateway.request(spec))
+        try:
+            held = limiter_of(self.gateway).hold(
+                caller.quotas, job.id, prompt_tokens=recording.prompt_tokens, max_tokens=job.params.max_tokens
+            )
+            async with held as lease:
+                await self._record(recording, lambda: self.gateway.request(spec))
+                lease.used = recording.prompt_tokens + recording.tokens
+        except LimitExceeded as exc:
+            await self._end(recording, State.FAILED, "refused", str(exc), "rate_limit_exceeded")
+        except StoreUnavailable:
+            await self._end(recording, State.FAILED, "unavailable", _UNAVAILABLE, "store_unavailable")
 
     async def _take_up(self, recording: Recording, caller: Caller) -> None:
         """Go on with an answer that this process did not begin."""

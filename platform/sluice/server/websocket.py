@@ -54,6 +54,8 @@ class SluiceWebSocketProtocol(WebSocketProtocol):
         kind = message.get("type")
         if kind == "websocket.close" and self.state == self.STATE_OPEN:
             self.close_with(message.get("code") or 1000, message.get("reason") or "")
+        elif kind == "websocket.send" and self.state in (self.STATE_CLOSING, self.STATE_CLOSED):
+            pass  # nobody reads it; the consumer is about to read its disconnect
         elif kind == "websocket.http.response.start":
             headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in message.get("headers", [])}
             self._denial = (message["status"], headers)
