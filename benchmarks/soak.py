@@ -235,6 +235,7 @@ class Soak:
         gauges = sum(s.streams + s.unsettled + sum(s.exchanges.values()) for s in servers)
         self.row("open exchanges, streams, unsettled", gauges, gauges == 0)
         await self._endings()
+        self._counters()
         await self._aborts()
         await eventually(lambda: self._steady(before), 20, what="steady")
         for name, (files, threads, mib) in self.usage().items():
@@ -252,6 +253,17 @@ class Soak:
 
     async def _steady(self, before: dict[str, tuple[int, int, int]]) -> bool:
         return all(now[0] <= before[name][0] + 4 for name, now in self.usage().items()) or True
+
+    def _counters(self) -> None:
+        """What the metrics of all processes say, dead ones included."""
+        counted = self.rig.counted
+        started, ended = counted("sluice_requests_started_total"), counted("sluice_requests_total")
+        self.row("metrics: started", f"{started:g}", started > 0)
+        # A process that is killed between the settling of a request and its count takes that count along.
+        allowed = self.faults["server SIGKILL"] + self.faults["worker SIGKILL"]
+        self.row("metrics: started, not counted as ended", f"{started - ended:g}", abs(started - ended) <= allowed)
+        first = counted("sluice_time_to_first_token_seconds_count")
+        self.row("metrics: requests with a first token", f"{first:g}", 0 < first <= ended)
 
     async def _endings(self) -> None:
         raw = await self.rig.redis.call("LRANGE", self.rig.store.keys.history, 0, -1)

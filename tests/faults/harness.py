@@ -22,6 +22,7 @@ from typing import Any, Self
 import redis.asyncio as redis_async
 from redis.exceptions import RedisError
 
+from inference import multiproc
 from inference.config import Config
 from inference.embedded import find_binary
 from inference.errors import StoreUnavailable
@@ -220,8 +221,11 @@ class Rig:
             "SLUICE_DEBUG": "1",
             "DJANGO_SETTINGS_MODULE": "sluice.settings",
             "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}",
+            # All processes count here, so that what a killed one has counted is not lost.
+            multiproc.VARIABLE: str(folder / "counts"),
             **{k: str(v) for k, v in settings.items()},
         }
+        (folder / "counts").mkdir(exist_ok=True)
         self.aborts: list[tuple[str, str]] = []
         self.key = ""
         self._stack = AsyncExitStack()
@@ -384,7 +388,26 @@ class Rig:
             return report[0].records == 0
 
         await eventually(clean, 5, what="a clean audit")
+        await eventually(self.is_accounted, 5, what="what was started has been counted as ended")
         return took
+
+    def counted(self, name: str, **labels: str) -> float:
+        """The sum of a counter's series over all processes, dead ones included."""
+        wanted = labels.items()
+        return sum(
+            sample.value
+            for metric in multiproc.Merged(str(self.folder / "counts"), own=False).collect()
+            for sample in metric.samples
+            if sample.name == name and wanted <= sample.labels.items()
+        )
+
+    def is_accounted(self) -> bool:
+        """Whether started = sum of outcomes, and each request with a token has one TTFT."""
+        started, ended = self.counted("sluice_requests_started_total"), self.counted("sluice_requests_total")
+        assert started == ended, f"{started:g} were started and {ended:g} have ended"
+        assert self.counted("sluice_request_duration_seconds_count") == ended
+        assert self.counted("sluice_time_to_first_token_seconds_count") <= ended
+        return True
 
     async def ending(self, request_id: str, timeout: float = 15.0) -> Ending:
         """The one summary of a request in the history; fails where it is there twice."""
