@@ -27,6 +27,8 @@ _Files: Any = MmapedDict
 _Collector: Any = multiprocess.MultiProcessCollector
 
 VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+_PREFIX = "sluice-metrics-"
+_OWNER = "owner"
 #: In the place of a process id, in the name of the file that holds what the dead have counted.
 GONE = "gone"
 
@@ -38,11 +40,26 @@ def folder() -> Iterator[str]:
     if given:
         yield given
         return
-    made = tempfile.mkdtemp(prefix="sluice-metrics-")
+    _sweep()
+    made = tempfile.mkdtemp(prefix=_PREFIX)
     try:
-        yield made
+        # Held as long as this process lives, however it ends; named only once it is locked.
+        with open(Path(made) / "owner.new", "w") as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX)
+            os.rename(owner.name, Path(made) / _OWNER)
+            yield made
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _sweep() -> None:
+    """Remove the folders of trees that were killed."""
+    for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if old.stat().st_uid == os.getuid():
+                with open(old / _OWNER) as owner:
+                    fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(old, ignore_errors=True)
 
 
 class Merged:

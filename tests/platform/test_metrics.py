@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,37 @@ async def test_a_pool_serves_what_it_counts(deploy: Deploy, redis_url: str, tmp_
     finally:
         pool.kill()
         pool.wait()
+
+
+HOLD = """
+import time
+from inference import multiproc
+with multiproc.folder() as made:
+    print(made, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_folder_of_a_killed_tree_is_swept_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv(multiproc.VARIABLE, raising=False)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    holders = [
+        subprocess.Popen([sys.executable, "-c", HOLD], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    try:
+        killed, living = (Path(h.stdout.readline().strip()) for h in holders)  # type: ignore[union-attr]
+        holders[0].kill()
+        holders[0].wait()
+        assert killed.exists()
+        with multiproc.folder() as made:
+            assert Path(made).parent == tmp_path
+            assert not killed.exists()
+            assert living.exists()
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.communicate()
 
 
 def test_a_private_folder_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
