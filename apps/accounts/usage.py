@@ -13,6 +13,7 @@ import asyncio
 import csv
 import logging
 import secrets
+import time
 from collections.abc import Iterable, Iterator
 from datetime import date, timedelta
 from pathlib import Path
@@ -35,6 +36,8 @@ TAKE, DONE = Script(_LUA / "usage_take.lua"), Script(_LUA / "usage_done.lua")
 
 INTERVAL = 5.0
 """Seconds between batches."""
+PURGE_INTERVAL = 3600.0
+"""Seconds between looks for texts that are past their time (:mod:`apps.accounts.retention`)."""
 REMEMBERED = timedelta(days=7)
 """How long the ids of added batches are kept: far longer than a server can be stuck between its two steps."""
 
@@ -47,6 +50,8 @@ Counts = dict[str, int]
 
 class UsageCollector:
     """Moves usage from Redis to the database, every :data:`INTERVAL` and once more at the stop.
+
+    Between two batches it also deletes, once an hour, what is kept no longer.
 
     It has a connection of its own, so that it can be stopped after everything that ends requests.
     """
@@ -97,9 +102,19 @@ class UsageCollector:
         return len(accounts)
 
     async def _run(self) -> None:
+        purge_at = 0.0
         while True:
             await self._try_collect()
+            if (now := time.monotonic()) >= purge_at:
+                purge_at = now + PURGE_INTERVAL
+                await self._purge()
             await asyncio.sleep(INTERVAL)
+
+    async def _purge(self) -> None:
+        try:
+            await asyncio.to_thread(_purge_and_close)
+        except DatabaseError as exc:
+            logger.warning("old texts could not be deleted (%s)", type(exc).__name__, extra={"event": "purge_failed"})
 
     async def _try_collect(self) -> None:
         try:
@@ -136,6 +151,17 @@ def _add_and_close(batch: str, accounts: dict[Account, Counts]) -> None:
         add(batch, accounts)
     finally:
         connection.close()  # the thread may never come back
+
+
+def _purge_and_close() -> None:
+    from apps.accounts.retention import purge
+    from sluice.conf import server_config
+
+    close_old_connections()
+    try:
+        purge(server_config().retention_days)
+    finally:
+        connection.close()
 
 
 def _accounts(fields: dict[bytes, bytes]) -> dict[Account, Counts]:

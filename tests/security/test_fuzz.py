@@ -324,6 +324,8 @@ def socket_message(rng: random.Random) -> str | bytes:
     message: dict[str, Any] = {"type": kind, "id": rng.choice(["a", "b", "", "x" * 200, 1, None])}
     if kind == "generate":
         message |= {"model": "demo", "prompt": "x", "max_tokens": 3}
+        if rng.random() < 0.5:
+            return json.dumps({**message, "id": f"{rng.random()}", "max_tokens": rng.randrange(1, 60)})
     for _ in range(rng.randrange(3)):
         message[rng.choice(NAMES)] = odd_value(rng)
     text = json.dumps(message)

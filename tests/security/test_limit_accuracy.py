@@ -40,7 +40,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory, valkey: EmbeddedValkey) -> It
     site = live.start(folder, valkey)
     env = {
         **os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", "REDIS_URL": valkey.url,
-        "SLUICE_MODELS": live.MODELS, "SLUICE_VAR_DIR": str(folder), "SLUICE_PRE_DRAIN": "0", "SLUICE_DEBUG": "0", "SLUICE_MAX_QUEUED": "1000",
+        "SLUICE_MODELS": live.MODELS, "SLUICE_VAR_DIR": str(folder),
+        "SLUICE_PRE_DRAIN": "0", "SLUICE_DEBUG": "0", "SLUICE_MAX_QUEUED": "1000",
     }  # fmt: skip
     command = [sys.executable, "manage.py", "serve", "--port", "0"]
     with (folder / "second.log").open("w") as log:

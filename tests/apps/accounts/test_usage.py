@@ -20,6 +20,7 @@ from django.urls import reverse
 from apps.accounts import services, usage
 from apps.accounts.models import UsageBatch, UsageRecord
 from apps.accounts.usage import UsageCollector, add
+from apps.api.models import KeptResponse
 from inference.config import Config
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Job, SamplingParams
@@ -156,6 +157,17 @@ async def test_running_collector_records_at_its_stop_what_was_ended_last(store: 
     await collector.stop()
     await collector.stop()
     assert await records() == {("user:7", "scripted"): (1, 3, 1)}
+
+
+async def test_running_collector_deletes_what_is_past_its_time(config: Config) -> None:
+    past = datetime(2020, 1, 1, tzinfo=UTC)
+    await KeptResponse.objects.acreate(id="r", owner="key:x", expires_at=past, conversation=[], response={})
+    collector = UsageCollector(config)
+    collector.start()
+    async with asyncio.timeout(10):
+        while await KeptResponse.objects.aexists():
+            await asyncio.sleep(0.01)
+    await collector.stop()
 
 
 async def test_database_away_is_said_once_and_made_up_for(
