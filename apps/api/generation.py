@@ -1,135 +1,22 @@
-"""One API request while it is generated: its streams, and what each frame means for the client."""
+"""One API request while it is generated: its streams, from acceptance to the last frame."""
 
 from __future__ import annotations
 
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from apps.accounts.limits import Lease, LimitExceeded, limiter_of
 from apps.accounts.principal import Principal
 from apps.api import deps
-from apps.api.errors import (
-    ApiError,
-    detached,
-    from_outcome,
-    from_refusal,
-    header_pairs,
-    over_limit,
-    unknown_request,
-)
+from apps.api.choices import Choice, Delta, Usage
+from apps.api.errors import detached, from_outcome, from_refusal, header_pairs, over_limit
 from apps.api.plan import Plan
-from apps.api.schema.generation import StreamOptions
-from apps.api.toolparse import CallDelta, ToolParser
-from inference.errors import NotFound, Refused, StoreUnavailable
+from inference.errors import Refused, StoreUnavailable
 from inference.gateway import Detached, RequestEnded, RequestSpec, RequestStream, StreamGroup
 from inference.lifecycle import Outcome
-from inference.messages import Ending, Frame, TokenLogprob
-from inference.text.protocol import Tokenizer
-
-
-@dataclass(slots=True)
-class Delta:
-    """What became certain for one choice.
-
-    Attributes:
-        seq: number of the frame it stems from.
-        logprobs: entries of the tokens whose text this completes.
-        finish: ``stop``, ``length`` or ``tool_calls`` on the last one.
-    """
-
-    seq: int
-    text: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish: str | None = None
-    ids: list[int] = field(default_factory=list)
-    stop_match: str | int | None = None
-
-
-class Choice:
-    """One answer being put together out of frames."""
-
-    def __init__(self, tokenizer: Tokenizer, parser: ToolParser | None, *, logprobs: bool, echo: str = "") -> None:
-        self.parser = parser
-        self.echo = echo
-        self.text: list[str] = []
-        self.calls: list[CallDelta] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.tokens = 0
-        self.cached = 0
-        self.finish: str | None = None
-        self.stop_match: str | int | None = None
-        self._eos = tokenizer.eos_ids
-        self._logprobs = logprobs
-        self._held: list[TokenLogprob] = []
-        self._held_ids: list[int] = []
-
-    def feed(self, frame: Frame) -> Delta | None:
-        """What the frame adds, or ``None`` where nothing of it can be shown yet.
-
-        Raises:
-            ApiError: the engine failed on this answer.
-        """
-        if frame.finish == "error":
-            raise ApiError(500, frame.error or "The engine failed on this request.", code="engine_error")
-        self.tokens += len(frame.ids)
-        self.cached = max(self.cached, frame.cached)
-        self._held_ids += frame.ids
-        if self._logprobs and frame.logprobs:
-            self._held += frame.logprobs
-        delta = self._read(frame)
-        if frame.finish is not None:
-            self._close(delta, frame)
-        elif not delta.text and not delta.calls:
-            return None
-        if delta.text or delta.finish:
-            delta.logprobs, self._held = self._held, []
-        delta.ids, self._held_ids = self._held_ids, []
-        self.text.append(delta.text)
-        self.calls += delta.calls
-        self.logprobs += delta.logprobs
-        return delta
-
-    def _read(self, frame: Frame) -> Delta:
-        if self.parser is None:
-            return Delta(frame.seq, frame.text)
-        parsed = self.parser.feed(frame.text)
-        return Delta(frame.seq, parsed.content, parsed.calls)
-
-    def _close(self, delta: Delta, frame: Frame) -> None:
-        if self.parser is not None:
-            rest = self.parser.finish()
-            delta.text += rest.content
-            delta.calls += rest.calls
-        calls = self.parser is not None and self.parser.count > 0
-        delta.finish = "tool_calls" if calls and frame.finish == "stop" else frame.finish
-        delta.stop_match = frame.stop_match
-        self.finish, self.stop_match = delta.finish, frame.stop_match
-        # A token that only ends the answer is counted, but it is not part of the answer.
-        if frame.finish == "stop" and self._held and frame.ids:
-            last = frame.ids[-1]
-            if last == frame.stop_match or (frame.stop_match is None and last in self._eos):
-                self._held.pop()
-
-
-@dataclass(slots=True)
-class Usage:
-    """Token counts over all choices."""
-
-    prompt: int
-    completion: int
-    cached: int
-
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
+from inference.messages import Frame
 
 
 class Generation:
@@ -283,61 +170,3 @@ async def wait_hint(model: str, exc: BaseException) -> float:
         return float(await deps.gateway().retry_after(model))
     except (StoreUnavailable, Refused):
         return 2.0
-
-
-class Reattached(Generation):
-    """A resumable request read again from its beginning, by another client of its owner.
-
-    What was sent before is produced again, so that the caller can leave out
-    what its client already has and everything after comes out as it would have.
-
-    Raises:
-        ApiError: 404 on entering: not alive nor retained, not resumable, or not the caller's.
-    """
-
-    def __init__(self, request_id: str, caller: Principal) -> None:
-        self.request_id = request_id
-        self._caller = caller
-        self._lease = None
-        self._stack = AsyncExitStack()
-        self.streams = []
-        self.started = time.monotonic()
-        self.first_token = None
-
-    async def __aenter__(self) -> Self:
-        gateway = deps.gateway()
-        owner = "" if self._caller.may("admin") else self._caller.owner
-        try:
-            ending = await gateway.ending(self.request_id)
-            stream = await self._stack.enter_async_context(gateway.attach(self.request_id, owner=owner))
-        except NotFound:
-            raise unknown_request(self.request_id) from None
-        except (Refused, StoreUnavailable) as exc:
-            raise from_refusal(exc, "", 2.0) from exc
-        try:
-            await self._prepare(stream, ending)
-        except BaseException as exc:
-            await self._stack.__aexit__(type(exc), exc, exc.__traceback__)
-            raise
-        return self
-
-    async def _prepare(self, stream: RequestStream, ending: Ending | None) -> None:
-        job = stream.job
-        if job is None and ending is None:
-            raise unknown_request(self.request_id)
-        model = job.model if job is not None else ending.model  # type: ignore[union-attr]
-        prompt = len(job.prompt_ids) if job is not None else ending.prompt_tokens  # type: ignore[union-attr]
-        tokenizer = await deps.tokenizer(model)
-        self.plan = Plan(
-            self.request_id, model, "attach", tokenizer, [], prompt, stream=True, resumable=True,
-            options=StreamOptions(include_usage=True),
-            show_logprobs=job.params.logprobs if job is not None else None,
-        )  # fmt: skip
-        self.choices = [Choice(tokenizer, None, logprobs=True)]
-        self.streams = [stream]
-        self._group = StreamGroup(self.streams)
-
-    def _feed(self, index: int, frame: Frame) -> Delta | None:
-        if frame.logprobs and self.plan.show_logprobs is None:
-            self.plan.show_logprobs = max(len(entry.top) for entry in frame.logprobs)
-        return super()._feed(index, frame)

@@ -8,8 +8,8 @@ from urllib.parse import parse_qs
 from apps.accounts.principal import Principal
 from apps.api import deps
 from apps.api.errors import ApiError, invalid, unknown_request
-from apps.api.generation import Reattached
 from apps.api.http import ApiConsumer
+from apps.api.reattached import Reattached
 from apps.api.render.base import Renderer, error_event
 from apps.api.render.chat import ChatRenderer
 from apps.api.render.completions import CompletionRenderer

@@ -11,7 +11,8 @@ import msgspec
 from apps.accounts.auth import still_valid
 from apps.api import plan
 from apps.api.errors import ApiError, from_refusal, invalid
-from apps.api.generation import Generation, Reattached
+from apps.api.generation import Generation
+from apps.api.reattached import Reattached
 from apps.api.schema.base import Decoder
 from apps.api.schema.generation import (
     Reference,

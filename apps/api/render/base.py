@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from apps.api.choices import Delta
 from apps.api.errors import ApiError
-from apps.api.generation import Delta, Generation
+from apps.api.generation import Generation
 from inference.messages import TokenLogprob
 from inference.text.protocol import Tokenizer
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from apps.api.generation import Delta, Generation
+from apps.api.choices import Delta
+from apps.api.generation import Generation
 from apps.api.render.base import DONE, Stamped, dump
 
 

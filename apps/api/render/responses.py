@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from apps.api.choices import Delta
 from apps.api.errors import ApiError
-from apps.api.generation import Delta, Generation
+from apps.api.generation import Generation
 from apps.api.render.base import dump
 from apps.api.toolparse import CallDelta
 

@@ -8,10 +8,14 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import jsonschema
 import openai
 import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
 
+from apps.api import openapi
 from apps.api.embeddings import shortened
 from apps.api.errors import ApiError
 from inference.embedded import EmbeddedValkey
@@ -24,6 +28,7 @@ from tests.support import eventually
 pytestmark = [pytest.mark.model, pytest.mark.timeout(240)]
 
 PATH = "/v1/embeddings"
+schema = schemathesis.openapi.from_dict(openapi.document())
 CAT, KITTEN, MARKET = "A cat sits on the mat.", "A kitten rests on a rug.", "The stock market fell by three percent."
 
 
@@ -79,6 +84,44 @@ def test_the_official_client_gets_the_models_vectors(vectors: Site) -> None:
     assert dot(got[0], got[0]) == pytest.approx(1, abs=1e-5)
     assert dot(got[0], got[1]) > 0.5 > 0.2 > dot(got[0], got[2])
     assert plain.usage.prompt_tokens == plain.usage.total_tokens == 9
+
+
+@pytest.mark.filterwarnings("ignore")  # others' libraries warn about themselves
+async def test_other_clients_get_them_too(vectors: Site) -> None:
+    import litellm
+    from langchain_openai import OpenAIEmbeddings
+
+    url, texts = f"{vectors.url}/v1", [CAT, MARKET]
+    async with httpx.AsyncClient() as http, openai.AsyncOpenAI(base_url=url, api_key=vectors.key) as client:
+        # Without the switch it sends token ids of OpenAI's own vocabulary, which no other model can read.
+        chain = OpenAIEmbeddings(
+            base_url=url,
+            api_key=vectors.key,
+            model="minilm",
+            check_embedding_ctx_length=False,
+            http_async_client=http,
+        )  # type: ignore[call-arg,arg-type]
+        many = await chain.aembed_documents(texts)
+        one = await chain.aembed_query(CAT)
+        lite = await litellm.aembedding(
+            model="openai/minilm", api_base=url, api_key=vectors.key, input=texts, client=client
+        )
+    for mine, theirs, other in zip(many, lite.data, direct([CAT, MARKET]), strict=True):
+        assert mine == pytest.approx(other, abs=1e-5)
+        assert theirs["embedding"] == pytest.approx(other, abs=1e-5)
+    assert one == pytest.approx(many[0], abs=1e-5)
+
+
+@schema.include(path=PATH).parametrize()
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.filterwarnings("ignore")
+def test_no_embedding_request_breaks_the_server(vectors: Site, case: Any) -> None:
+    if isinstance(case.body, dict) and "model" in case.body:
+        case.body["model"] = "minilm"
+    response = case.call(base_url=vectors.url, headers={"Authorization": f"Bearer {vectors.key}"}, timeout=60)
+    assert response.status_code < 500, response.text
+    if response.status_code >= 400:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
 async def test_texts_and_token_ids_are_the_same_question(vectors: Site) -> None:
