@@ -7,7 +7,7 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/platform
 MANAGE := $(PY) manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev model browser serve test test-upstream lint format bench bench-stream bench-engine soak mutants gpu-check clean
+.PHONY: help install install-dev model tools serve test test-upstream lint format bench bench-stream bench-engine soak mutants gpu-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -21,15 +21,14 @@ install-dev: ## ... and what tests, checks and benchmarks need
 model: install
 	@$(MANAGE) fetchmodel
 
-browser:
-	@scripts/ensure-browser
-	@scripts/ensure-prometheus
+tools:
+	@scripts/ensure-tools
 
 # exec: Ctrl-C and signals reach the process tree itself, not a shell in between.
 serve: install ## run everything here: Valkey, workers, server; ARGS="--port 8001"
 	@exec $(MANAGE) up $(ARGS)
 
-test: install-dev model browser ## all checks and tests; ARGS="-k name" chooses
+test: install-dev model tools ## all checks and tests; ARGS="-k name" chooses
 	@scripts/check
 	@exec $(PY) -m pytest $(ARGS)
 
