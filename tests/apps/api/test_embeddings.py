@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
+import signal
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -224,22 +227,48 @@ async def test_a_deadline_holds_and_limits_count_tokens(vectors: Site) -> None:
     assert replies[0].headers["x-ratelimit-limit-requests"] == "2"
 
 
+async def inflight(site: Site) -> float:
+    """Requests to MiniLM that have not ended."""
+    async with site.client(site.admin) as admin:
+        lines = (await admin.get("/metrics")).text.splitlines()
+    mine = [line for line in lines if line.startswith("sluice_requests_inflight{") and 'model="minilm"' in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in mine)
+
+
+@pytest.mark.faults
+async def test_a_killed_worker_changes_no_vector(vectors: Site) -> None:
+    pool = vectors.processes[1].pid
+    texts = [f"{i} is a number, and so is {i + 1}. " * 12 for i in range(200)]
+
+    async def running() -> bool:
+        return await inflight(vectors) > 0
+
+    async with vectors.client() as client:
+        task = asyncio.create_task(client.post(PATH, json={"model": "minilm", "input": texts}, timeout=120))
+        await eventually(running, 60)
+        (worker,) = Path(f"/proc/{pool}/task/{pool}/children").read_text().split()
+        os.kill(int(worker), signal.SIGKILL)
+        reply = await task
+        assert reply.status_code == 200, reply.text
+        data = reply.json()["data"]
+        assert len(data) == 200
+        for index, expected in zip((0, 99, 199), direct([texts[i] for i in (0, 99, 199)]), strict=True):
+            assert data[index]["embedding"] == pytest.approx(expected, abs=1e-5)
+    assert Path(f"/proc/{pool}/task/{pool}/children").read_text().split() != [worker]
+    assert await inflight(vectors) == 0
+
+
 async def test_a_client_that_leaves_leaves_nothing_behind(vectors: Site) -> None:
     body = {"model": "minilm", "input": ["word " * 200] * 1000}
-    async with vectors.client() as client, vectors.client(vectors.admin) as admin:
+
+    async def running() -> bool:
+        return await inflight(vectors) > 0
+
+    async def idle() -> bool:
+        return await inflight(vectors) == 0
+
+    async with vectors.client() as client:
         task = asyncio.create_task(client.post(PATH, json=body))
-
-        async def metric(name: str) -> float:
-            text = (await admin.get("/metrics")).text
-            lines = [line for line in text.splitlines() if line.startswith(name) and 'model="minilm"' in line]
-            return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-        async def running() -> bool:
-            return await metric("sluice_requests_inflight") > 0
-
-        async def idle() -> bool:
-            return await metric("sluice_requests_inflight") == 0
-
         await eventually(running, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
