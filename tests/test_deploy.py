@@ -1,0 +1,84 @@
+"""The manifests say what the programs accept, and their numbers add up."""
+
+from __future__ import annotations
+
+import configparser
+from typing import Any
+
+import pytest
+import yaml
+
+from inference.config import Config, env_name
+from sluice.conf import ServerConfig
+from sluice.conf import env_name as server_env_name
+from tests.conftest import ROOT
+
+DEPLOY = ROOT / "deploy"
+KNOWN = (
+    set(map(env_name, Config.__struct_fields__))
+    | set(map(server_env_name, ServerConfig.__struct_fields__))
+    | {"REDIS_URL", "DATABASE_URL", "SECRET_KEY", "SLUICE_LOG_FORMAT", "SLUICE_METRICS_PORT", "SLUICE_METRICS_HOST"}
+)
+
+
+def documents() -> list[dict[str, Any]]:
+    return [d for d in yaml.safe_load_all((DEPLOY / "kubernetes/sluice.yaml").read_text()) if d]
+
+
+def by_kind(kind: str) -> dict[str, dict[str, Any]]:
+    return {d["metadata"]["name"]: d for d in documents() if d["kind"] == kind}
+
+
+def check(env: dict[str, str]) -> ServerConfig:
+    """The settings as the server would read them: no unknown name, no refusal, no warning."""
+    assert set(env) <= KNOWN, set(env) - KNOWN
+    Config.from_env({k: v for k, v in env.items() if k != "REDIS_URL"})
+    config = ServerConfig.from_env(env)
+    assert config.warnings() == []
+    return config
+
+
+def test_kubernetes_numbers_add_up() -> None:
+    env = by_kind("ConfigMap")["sluice"]["data"]
+    config = check(env)
+    for name, deployment in by_kind("Deployment").items():
+        pod = deployment["spec"]["template"]["spec"]
+        grace = pod["terminationGracePeriodSeconds"]
+        assert grace >= config.longest_stop, name
+        assert grace >= float(env["SLUICE_DRAIN_TIMEOUT"]) + 10, name
+    assert float(env["SLUICE_TERMINATION_GRACE"]) == grace
+
+
+def test_kubernetes_probes_and_selectors() -> None:
+    server = by_kind("Deployment")["sluice-server"]["spec"]
+    container = server["template"]["spec"]["containers"][0]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
+    assert server["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    for deployment in by_kind("Deployment").values():
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    selector = by_kind("Service")["sluice"]["spec"]["selector"]
+    assert selector.items() <= server["template"]["metadata"]["labels"].items()
+    target = by_kind("HorizontalPodAutoscaler")["sluice-pool"]["spec"]["scaleTargetRef"]["name"]
+    assert target in by_kind("Deployment")
+
+
+def test_compose_numbers_add_up() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    env = {k: v for k, v in compose["services"]["server"]["environment"].items() if "${" not in v}
+    config = check(env)
+    assert float(compose["services"]["server"]["stop_grace_period"].rstrip("s")) >= config.longest_stop
+
+
+@pytest.mark.parametrize("unit", ["sluice-server", "sluice-pool"])
+def test_systemd_numbers_add_up(unit: str) -> None:
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(DEPLOY / f"systemd/{unit}.service")
+    service = parser["Service"]
+    env = dict(pair.split("=", 1) for pair in service["Environment"].split())
+    config = check(env)
+    wanted = config.longest_stop if unit == "sluice-server" else float(env["SLUICE_DRAIN_TIMEOUT"]) + 10
+    assert float(service["TimeoutStopSec"]) >= wanted
+    assert service["KillMode"] == "mixed"
