@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from apps.api.answers import Answer, ErrorObject, Timings, Usage
-from apps.api.schema.generation import SocketAttach, SocketCancel, SocketGenerate, SocketPing
+from apps.api.schema.socket import SocketAttach, SocketCancel, SocketGenerate, SocketPing
 from inference.version import VERSION
 
 

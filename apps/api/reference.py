@@ -14,14 +14,11 @@ from apps.api.schema.generation import (
     DetokenizeBody,
     GenerateBody,
     Sampling,
-    SocketAttach,
-    SocketCancel,
-    SocketGenerate,
-    SocketPing,
     TokenizeBody,
 )
 from apps.api.schema.refused import NO_EFFECT, REFUSED
 from apps.api.schema.responses import ResponseBody
+from apps.api.schema.socket import SocketAttach, SocketCancel, SocketGenerate, SocketPing
 
 BODIES: list[tuple[str, type]] = [
     ("POST /v1/chat/completions", ChatBody),

@@ -14,7 +14,7 @@ from apps.api.errors import ApiError, from_refusal, invalid
 from apps.api.generation import Generation
 from apps.api.reattached import Reattached
 from apps.api.schema.base import Decoder
-from apps.api.schema.generation import (
+from apps.api.schema.socket import (
     Reference,
     SocketAttach,
     SocketCancel,

@@ -31,8 +31,9 @@ from apps.accounts import keyformat, origin
 from apps.api.errors import ApiError
 from apps.api.schema.base import Decoder
 from apps.api.schema.embeddings import EmbeddingBody
-from apps.api.schema.generation import ChatBody, CompletionBody, GenerateBody, SocketMessage
+from apps.api.schema.generation import ChatBody, CompletionBody, GenerateBody
 from apps.api.schema.responses import ResponseBody
+from apps.api.schema.socket import SocketMessage
 from inference import messages
 from inference.embedded import EmbeddedValkey
 from sluice.routes import RouteMatcher, all_routes, is_canonical

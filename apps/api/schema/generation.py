@@ -25,7 +25,6 @@ from apps.api.schema.base import (
 from apps.api.schema.messages import ChatMessage, Tool, ToolChoice
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Reference = Annotated[str, about("The client's own reference for it.", min_length=1, max_length=128)]
 Scalar = str | int | float | bool | None
 
 
@@ -238,42 +237,13 @@ class GenerateBody(Sampling, kw_only=True):
         Annotated[list[ChatMessage], about("Instead of prompt: a conversation.", min_length=1, max_length=4096)]
         | UnsetType
     ) = UNSET
-    model: Annotated[Name, about("Alias of a served model; absent: the first one.")] | None = None
+    model: Annotated[Name, about("Alias of a served model; absent: the first one that generates.")] | None = None
     stream: Annotated[bool, about("false: one JSON body instead of events.")] | None = None
     response_format: Annotated[ResponseFormat, about("text, json_object or json_schema, enforced.")] | None = None
     chat_template_kwargs: (
         Annotated[dict[str, Scalar], about("Variables for the model's chat template; with messages.", max_length=16)]
         | None
     ) = None
-
-
-class SocketGenerate(GenerateBody, kw_only=True, tag_field="type", tag="generate"):
-    """The WebSocket's ``generate``: the fields of ``POST /generate``, and the client's own reference."""
-
-    id: Reference
-
-
-class SocketCancel(Body, kw_only=True, tag_field="type", tag="cancel"):
-    """Ends a generation of this socket."""
-
-    id: Reference
-
-
-class SocketAttach(Body, kw_only=True, tag_field="type", tag="attach"):
-    """Reads on in a resumable request, of this socket or of any other client of the same owner."""
-
-    id: Reference
-    request_id: Annotated[str, about("As accepted told it.", min_length=1, max_length=128)]
-    after: Annotated[int, about("Number of the last delta seen.", ge=0, le=MAX_INT)] = 0
-
-
-class SocketPing(Body, kw_only=True, tag_field="type", tag="ping"):
-    """Answered with pong."""
-
-    id: Reference | None = None
-
-
-SocketMessage = SocketGenerate | SocketCancel | SocketAttach | SocketPing
 
 
 class TokenizeBody(Body, kw_only=True):

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from apps.api.errors import ApiError
 from apps.api.schema.base import Decoder
-from apps.api.schema.generation import ChatBody, CompletionBody, GenerateBody, SocketMessage
+from apps.api.schema.generation import ChatBody, CompletionBody, GenerateBody
 from apps.api.schema.refused import REFUSED
 from apps.api.schema.responses import ResponseBody
+from apps.api.schema.socket import SocketMessage
 from tests.apps.api.live import Site, chat
 
 decode_chat = Decoder(ChatBody)
