@@ -46,9 +46,7 @@ class Reason(StrEnum):
 
 REASONS: dict[State, frozenset[Reason]] = {
     State.FINISHED: frozenset({Reason.STOP, Reason.LENGTH, Reason.TOOL_CALLS}),
-    State.CANCELLED: frozenset(
-        {Reason.CLIENT_GONE, Reason.USER, Reason.ADMIN, Reason.DEADLINE, Reason.SHUTDOWN}
-    ),
+    State.CANCELLED: frozenset({Reason.CLIENT_GONE, Reason.USER, Reason.ADMIN, Reason.DEADLINE, Reason.SHUTDOWN}),
     State.FAILED: frozenset({Reason.WORKER_LOST, Reason.ENGINE_ERROR, Reason.STATE_LOST}),
 }
 

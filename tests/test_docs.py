@@ -28,6 +28,6 @@ def test_every_key_is_listed_once() -> None:
     """``inference/keys.py`` is the list of what Sluice keeps in Redis."""
     source = (ROOT / "inference/keys.py").read_text()
     table = source.split('"""')[1]
-    for kind in re.findall(r'\{prefix\}([a-z]+)|prefix\}([a-z]+):', source):
+    for kind in re.findall(r"\{prefix\}([a-z]+)|prefix\}([a-z]+):", source):
         name = next(filter(None, kind))
         assert name in table, name

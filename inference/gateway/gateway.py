@@ -53,6 +53,10 @@ _REFUSALS: dict[type[BaseException], str] = {
 }
 
 
+_UNSERVED_LIMIT = 20.0
+"""Seconds without a worker, or one on its way, after which a model's waiting requests end."""
+
+
 class Gateway:
     """Submits requests, streams them, and ends every one exactly once.
 
@@ -97,7 +101,9 @@ class Gateway:
         self.reaper = Reaper(self.store, self.views, self._ended)
         self._series = Series(self.redis, self.store.keys)
         self._sampler = Sampler(self._series, lambda: self.presence.workers)
-        self._hub = Hub(self.store, dial, self.id, on_command=self._command, on_stray=self._stray)
+        self._hub = Hub(
+            self.store, dial, self.id, on_command=self._command, on_stray=self._stray, on_tick=self._end_unserved
+        )
         self._started = False
         self.strays = 0
         """Requests found without a stream or a note: none, unless commands arrived late."""
@@ -508,6 +514,16 @@ class Gateway:
             self.strays += 1
             logger.warning("request %s is nobody's here: ending it", request_id, extra={"event": "stray_request"})
             self.settler.put(request_id, Outcome.cancelled(Reason.CLIENT_GONE), grace=self.config.resume_grace)
+
+    def _end_unserved(self) -> None:
+        """Nobody can claim what waits for a model whose last pool has gone: say so soon, not at its deadline."""
+        for stream in self._hub.streams():
+            if stream.phase == "queued" and stream.admitted and stream.job is not None:
+                alias = stream.job.model
+                if self.presence.unserved_for(alias) > _UNSERVED_LIMIT:
+                    stream.end(
+                        RequestEnded(Outcome.failed(Reason.WORKER_LOST), f"No worker serves {alias!r} any more.")
+                    )
 
     def _command(self, message: ServerCommand) -> None:
         self._on_command(message.verb)

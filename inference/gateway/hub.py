@@ -43,8 +43,10 @@ class Hub:
         *,
         on_command: Callable[[ServerCommand], None],
         on_stray: Callable[[str], None],
+        on_tick: Callable[[], None],
     ) -> None:
         self._store = store
+        self._on_tick = on_tick
         self._on_stray = on_stray
         self._strays: set[str] = set()
         self._server = server
@@ -140,6 +142,7 @@ class Hub:
             if self._store.redis.outage() > config.redis_outage_limit:
                 self._fail_all()
                 continue
+            self._on_tick()
             try:
                 await self._check()
                 await self._find_strays()

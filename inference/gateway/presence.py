@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from inference.errors import SluiceError, StoreUnavailable
@@ -26,6 +27,7 @@ class Presence:
         self._refreshed = asyncio.Event()
         self.workers: list[WorkerBeat] = []
         self.pools: list[PoolBeat] = []
+        self._unserved: dict[str, float] = {}
 
     def start(self) -> None:
         if self._task is None:
@@ -101,6 +103,15 @@ class Presence:
             w.state == "starting" and w.pool not in broken and alias in (m.alias for m in w.models)
             for w in self.workers
         )
+
+    def unserved_for(self, alias: str) -> float:
+        """Seconds for which no worker has had the alias, quiet or draining ones included, and none was coming."""
+        has = any(w.state != "starting" and alias in (m.alias for m in w.models) for w in self.workers)
+        if has or self.coming(alias):
+            self._unserved.pop(alias, None)
+            return 0.0
+        now = time.monotonic()
+        return now - self._unserved.setdefault(alias, now)
 
     def tokens_per_second(self, alias: str) -> float:
         """Measured decode rate of all workers of an alias, tokens per second; 0 where unknown."""

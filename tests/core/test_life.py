@@ -210,3 +210,21 @@ async def test_the_older_reader_is_told(deploy: Deploy) -> None:
     assert sum(len(f.ids) for f in frames) == 100
     await task
     await deployment.clean(gateway)
+
+
+async def test_what_waits_for_a_model_that_nobody_serves_any_more_ends_soon(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it waited for its deadline although its last worker had left and no pool was left to bring one."""
+    monkeypatch.setattr("inference.gateway.gateway._UNSERVED_LIMIT", 0.3)
+    deployment = deploy()
+    gateway, worker = await deployment.both()
+    worker.state = "quiet"
+    with pytest.raises(RequestEnded) as caught:
+        async with gateway.request(spec(5)) as waiting:
+            await worker.stop()
+            while True:
+                await waiting.next()
+    assert caught.value.outcome == Outcome.failed(Reason.WORKER_LOST)
+    await gateway.settler.wait_empty()
+    assert await gateway.views.count() == 0
