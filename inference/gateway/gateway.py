@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import logging
 import os
 import secrets
@@ -18,25 +17,23 @@ from inference.endings import log_ending, lost_ending
 from inference.errors import NotFound, NotServing, Overloaded, Refused, StoreUnavailable, TooLarge, UnknownModel
 from inference.gateway.hub import Hub
 from inference.gateway.presence import Presence
+from inference.gateway.questions import Questions
 from inference.gateway.sampler import Sampler
 from inference.gateway.settler import Settler
 from inference.gateway.stream import Detached, RequestEnded, RequestStream
 from inference.lifecycle import Outcome, Reason, State
 from inference.messages import (
     Ending,
-    Job,
     ModelInfo,
-    PoolBeat,
     ServerBeat,
     ServerCommand,
-    WorkerBeat,
     WorkerCommand,
     encode,
 )
 from inference.reaper import Reaper
 from inference.redisio import Commander, connect
-from inference.store import AuditReport, Page, RequestStore, RequestView, StoreViews, Submission, audit
-from inference.store.series import AuditRun, Sample, Series
+from inference.store import RequestStore, StoreViews, Submission
+from inference.store.series import Series
 from inference.version import VERSION
 
 logger = logging.getLogger("sluice.gateway")
@@ -57,7 +54,7 @@ _UNSERVED_LIMIT = 20.0
 """Seconds without a worker, or one on its way, after which a model's waiting requests end."""
 
 
-class Gateway:
+class Gateway(Questions):
     """Submits requests, streams them, and ends every one exactly once.
 
     ``on_beat`` adds what only the server knows (exchanges, drain) to its
@@ -391,89 +388,6 @@ class Gateway:
     async def command_server(self, server: str, verb: Literal["drain", "undrain"]) -> bool:
         """An operator's order to a server; whether anybody heard it."""
         return await self.store.tell_server(server, encode(ServerCommand(verb))) > 0
-
-    # -- questions -------------------------------------------------------------------------------
-
-    def models(self) -> dict[str, ModelInfo]:
-        """Aliases that ready workers serve now, with their limits."""
-        return self.presence.models()
-
-    @property
-    def healthy(self) -> bool:
-        """Whether Redis answered last time it was asked."""
-        return self._started and self.redis.down_since is None
-
-    def model_known(self, alias: str) -> bool:
-        return alias in self._aliases
-
-    @property
-    def aliases(self) -> list[str]:
-        """Configured aliases, served or not, in order."""
-        return list(self._aliases)
-
-    async def retry_after(self, model: str) -> float:
-        """Seconds until a full queue has probably moved on, from its length and the measured rate."""
-        info = self.models().get(model)
-        if info is None:
-            return 5.0
-        recent = [e for e in await self.views.history(50) if e.model == model and e.claimed_ms]
-        if not recent:
-            return 2.0
-        served = sum(e.ended_ms - e.claimed_ms for e in recent) / len(recent) / 1000
-        depth = await self.views.queue_depth(model)
-        return min(120.0, max(1.0, served * (depth + 1) / max(1, info.slots)))
-
-    async def view(self, request_id: str) -> RequestView | None:
-        """A live request, or ``None``."""
-        return await self.views.view(request_id)
-
-    async def details(self, request_id: str) -> tuple[Job, builtins.list[tuple[int, str]]] | None:
-        """The job of a live request and its claims, (ms, worker) each; ``None`` where it is not alive."""
-        return await self.store.details(request_id)
-
-    async def ending(self, request_id: str) -> Ending | None:
-        """The summary of a resumable request that ended lately, or ``None``."""
-        return await self.store.ending(request_id)
-
-    async def list(self, offset: int = 0, limit: int = 100, *, newest_first: bool = True) -> Page:
-        return await self.views.page(offset, limit, newest_first=newest_first)
-
-    async def workers(self) -> builtins.list[WorkerBeat]:
-        return await self.views.workers()
-
-    async def servers(self) -> builtins.list[ServerBeat]:
-        return await self.views.servers()
-
-    async def pools(self) -> builtins.list[PoolBeat]:
-        return await self.views.pools()
-
-    async def history(self, limit: int = 100) -> builtins.list[Ending]:
-        return await self.views.history(limit)
-
-    async def outcomes(self) -> dict[str, int]:
-        return await self.views.outcomes()
-
-    async def beat_ages(self, kind: Literal["workers", "servers", "pools"]) -> dict[str, float]:
-        """Seconds since each last beat, by id."""
-        return await self.views.beat_ages(kind, self.config.heartbeat_ttl)
-
-    async def load(self) -> builtins.list[Sample]:
-        """Samples of the last hour, oldest first."""
-        return await self._series.load()
-
-    async def audit(self) -> AuditReport:
-        """Compare all records, owners and indexes; the result is remembered for operators."""
-        started = time.monotonic()
-        report = await audit(self.store)
-        await self._series.remember_audit(report, (time.monotonic() - started) * 1000, self.id)
-        return report
-
-    async def audits(self) -> builtins.list[AuditRun]:
-        """The last audits that any server ran, newest first."""
-        return await self._series.audits()
-
-    async def now_ms(self) -> int:
-        return await self.store.now_ms()
 
     # -- parts -----------------------------------------------------------------------------------
 
