@@ -272,6 +272,7 @@ class ServerBeat(msgspec.Struct, frozen=True):
     drain_left_seconds: float | None = None
     rss_bytes: int = 0
     loop_lag_seconds: float = 0.0
+    tasks: int = 0
     blocked: dict[str, int] = {}
 
 

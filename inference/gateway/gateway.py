@@ -401,6 +401,7 @@ class Gateway(Questions):
             exchanges=extra.pop("exchanges", {}),
             streams=len(self._hub.streams()),
             unsettled=self.settler.pending,
+            tasks=len(asyncio.all_tasks()),
             started_ms=self._started_ms,
             version=VERSION,
             blocked=self._hub.blocked(),
