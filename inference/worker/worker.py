@@ -40,6 +40,11 @@ from inference.worker.usage import device_bytes, resident_bytes
 logger = logging.getLogger("sluice.worker")
 
 
+_HEAD_START = 0.001
+_LONGEST_HEAD_START = 0.01
+"""Seconds by which a worker holds back a claim, per request that it holds, and at most."""
+
+
 class Served:
     """One model of this worker."""
 
@@ -264,7 +269,10 @@ class Worker:
         free = served.engine.free_slots()
         while free > 0 and self.state == "ready":
             try:
-                claims = await self.store.claim(alias, self.id, min(free, 8))
+                # One at a time, and the busier a worker is, the longer it lets others go first:
+                # so load spreads evenly without anybody keeping count of it.
+                await asyncio.sleep(min(_HEAD_START * len(self._held), _LONGEST_HEAD_START))
+                claims = await self.store.claim(alias, self.id, 1)
             except StoreUnavailable:
                 return
             refused = [c for c in claims if not self._start(c, served)]

@@ -510,7 +510,7 @@ async def test_wf_11_load_counts_do_not_leak(rig: Rig) -> None:
         await asyncio.sleep(BEAT)
         if all(c.reading().done() for c in calls):
             break
-    assert max(loads) <= 8
+    assert max(loads) <= 7, "one worker has taken most of it (even would be 4)"
     await rig.quiet()
     assert await rig.redis.call("SCARD", rig.store.keys.running("scripted")) == 0
 
