@@ -255,6 +255,9 @@ class Worker:
     async def _claims(self) -> None:
         while True:
             self._wake.clear()
+            # The busier a worker is, the longer it lets others go first: load spreads evenly
+            # without anybody keeping count of it.
+            await asyncio.sleep(min(_HEAD_START * len(self._held), _LONGEST_HEAD_START))
             if self.state == "ready":
                 for alias, served in self._models.items():
                     await self._claim(alias, served)
@@ -269,9 +272,7 @@ class Worker:
         free = served.engine.free_slots()
         while free > 0 and self.state == "ready":
             try:
-                # One at a time, and the busier a worker is, the longer it lets others go first:
-                # so load spreads evenly without anybody keeping count of it.
-                await asyncio.sleep(min(_HEAD_START * len(self._held), _LONGEST_HEAD_START))
+                # One at a time, so that workers take turns where much is waiting.
                 claims = await self.store.claim(alias, self.id, 1)
             except StoreUnavailable:
                 return
