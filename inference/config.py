@@ -159,7 +159,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             if scheme not in ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel"):
                 raise ConfigError(
                     f"REDIS_URL must start with redis://, rediss://, unix://, redis+sentinel:// "
-                    f"or rediss+sentinel://, not {scheme or 'nothing'}"
+                    f"or rediss+sentinel://, which {scheme + '://' if scheme else 'its value'} is not"
                 )
         parse_models(self.models)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -42,6 +43,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 def default_folder(config: Config) -> Path:
     """Where the default model lies once fetched."""
     return config.cache_path() / "models" / DEFAULT_MODEL
+
+
+def check_models(specs: Iterable[ModelSpec], config: Config) -> None:
+    """See that the files of every model are there, before anything slow is started.
+
+    Raises:
+        ModelUnavailable, ConfigError: as :func:`resolve`.
+    """
+    for spec in specs:
+        if spec.engine in ("transformers", "embed"):
+            resolve(spec, config, weights=False)
 
 
 def resolve(spec: ModelSpec, config: Config, *, weights: bool = True) -> str:

@@ -196,7 +196,7 @@ def open_stream(run: Up, tokens: int) -> http.client.HTTPResponse:
     key = re.search(r"API key +(sk-\S+)", run.output())[1]
     request = urllib.request.Request(
         f"http://127.0.0.1:{run.port}/v1/completions",
-        json.dumps({"model": "s", "prompt": "x", "max_tokens": tokens, "stream": True}).encode(),
+        json.dumps({"model": "s", "prompt": "x", "max_tokens": tokens, "stream": True, "ignore_eos": True}).encode(),
         {"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
     )
     return urllib.request.urlopen(request, timeout=30)

@@ -20,7 +20,11 @@ class Command(BaseCommand):
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--url", default=os.environ.get("SLUICE_URL", "http://127.0.0.1:8000"), help="the server")
+        parser.add_argument(
+            "--url",
+            default=os.environ.get("SLUICE_URL", "http://127.0.0.1:8000"),
+            help="the server (default: SLUICE_URL, or http://127.0.0.1:8000)",
+        )
         parser.add_argument("--key", help="an API key (default: SLUICE_API_KEY)")
         parser.add_argument("--model", help="alias of a model (default: the first)")
         parser.add_argument("--system", default="", help="system message")
@@ -42,7 +46,9 @@ class Command(BaseCommand):
         timeout = httpx.Timeout(10.0, read=60.0)  # pings come every few seconds
         headers = {"Authorization": f"Bearer {key}"}
         try:
-            with httpx.Client(base_url=options["url"], headers=headers, timeout=timeout) as client:
+            with httpx.Client(
+                base_url=options["url"].rstrip("/").removesuffix("/v1"), headers=headers, timeout=timeout
+            ) as client:
                 model = options["model"] or first_model(client)
                 Terminal(Conversation(client, model, options["system"], **chosen), input, self.stdout._out).run()
         except TerminalError as exc:

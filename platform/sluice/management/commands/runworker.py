@@ -16,6 +16,7 @@ from inference import multiproc
 from inference.config import Config
 from inference.errors import SluiceError
 from inference.logs import configure
+from inference.models.registry import check_models
 from inference.pool import Supervisor, parse_devices
 
 
@@ -70,6 +71,7 @@ class Command(BaseCommand):
         for alias in models:
             if alias not in known:
                 raise CommandError(f"--models: {alias!r} is not in SLUICE_MODELS ({', '.join(known)})")
+        check_models((s for s in config.model_specs() if s.alias in models), config)
         # Workers read their settings from the environment, as this process did.
         os.environ["SLUICE_DEVICES"] = config.devices
         return config, models

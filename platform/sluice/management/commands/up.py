@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+import msgspec
 from django.contrib.auth import get_user_model
 from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -22,7 +23,7 @@ from apps.accounts.services import FirstRun, ensure_first_run
 from inference import multiproc
 from inference.config import Config
 from inference.errors import ConfigError, SluiceError
-from inference.models.registry import DEFAULT_TARGET, check_folder, default_folder
+from inference.models.registry import DEFAULT_TARGET, check_folder, check_models, default_folder
 from inference.redisio.connect import connect
 from sluice.conf import ServerConfig
 from sluice.tree import POLL, Child, ChildEnded, ProcessTree, Signals, StopRequested
@@ -83,6 +84,9 @@ class Command(BaseCommand):
 
     def _start(self, tree: ProcessTree, core: Config, web: ServerConfig, started: float) -> None:
         """From nothing to ready. Cheap checks come first, so that what is wrong shows at once."""
+        if web.port == 0:
+            # Chosen here, because this process must know where to ask whether the server is ready.
+            web = msgspec.structs.replace(web, port=free_port(web.host))
         check_port(web.host, web.port)
         if core.redis_url:
             self._say("Redis: asking the one in REDIS_URL ...")
@@ -91,6 +95,7 @@ class Command(BaseCommand):
         migrate()
         tree.check()
         self._fetch_model(tree, core)
+        check_models(core.model_specs(), core)
         if not core.redis_url:
             self._say("Valkey: starting an embedded one ...")
             core_url = tree.start_valkey()
@@ -101,7 +106,7 @@ class Command(BaseCommand):
         tree.pool.start("runworker", env=env)
         tree.server.start("serve", env=env)
         self._wait_ready(tree, web, core.start_timeout)
-        self._welcome(web, time.monotonic() - started)
+        self._welcome(web, time.monotonic() - started, "" if core.redis_url else core_url)
 
     def _fetch_model(self, tree: ProcessTree, core: Config) -> None:
         wanted = [s for s in core.model_specs() if s.engine == "transformers" and s.target == DEFAULT_TARGET]
@@ -145,7 +150,7 @@ class Command(BaseCommand):
                 raise ConfigError(f"not ready within {limit:g} s (SLUICE_START_TIMEOUT): {missing}")
             time.sleep(POLL)
 
-    def _welcome(self, web: ServerConfig, seconds: float) -> None:
+    def _welcome(self, web: ServerConfig, seconds: float, own_redis: str) -> None:
         first = first_user()
         self._say("")
         self._say(f"Sluice is ready after {seconds:.0f} s:  http://{local_address(web)}/")
@@ -157,11 +162,20 @@ class Command(BaseCommand):
         else:
             self._say("  Sign in as before; 'manage.py changepassword NAME' sets a new password,")
             self._say("  'manage.py apikey create NAME' makes another API key.")
+        if own_redis:
+            self._say(f"Other commands, as 'manage.py inflight', find it with REDIS_URL={own_redis}")
         self._say("Ctrl-C stops everything.")
 
     def _say(self, line: str) -> None:
         self.stdout.write(line)
         self.stdout.flush()
+
+
+def free_port(host: str) -> int:
+    """A TCP port of ``host`` that nothing listens on just now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])
 
 
 def check_port(host: str, port: int) -> None:
