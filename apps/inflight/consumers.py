@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from channels.db import database_sync_to_async
 from django.contrib.auth import get_user_model
+from django.core.exceptions import SuspiciousOperation
 from django.http import QueryDict
 
 from apps.accounts.principal import Principal
@@ -34,7 +35,10 @@ class InflightEvents(StreamingHttpConsumer):
     async def get(self, body: bytes) -> None:
         if not await may_view(self.principal):
             raise HttpError(403, "This needs the permission inflight.view_inflight.", code="permission_denied")
-        query = Query.parse(QueryDict(self.scope["query_string"]))
+        try:
+            query = Query.parse(QueryDict(self.scope["query_string"]))
+        except SuspiciousOperation as exc:  # Django's limit on the number of fields
+            raise HttpError(400, "The query has too many fields.", code="invalid_query") from exc
         try:
             feed = Feed(source(), query)
             message = await feed.update()

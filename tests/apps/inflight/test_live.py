@@ -184,3 +184,9 @@ async def test_redis_away_for_a_while(bench: Bench, boss: AsyncClient, monkeypat
         async for message in source:
             if "now" in message:
                 break
+
+
+async def test_a_query_with_too_many_fields_is_refused(bench: Bench, boss: AsyncClient) -> None:
+    """Before, Django's own limit on fields ended in a 500."""
+    async with opened(boss, "&".join(f"f{n}=1" for n in range(1500))) as stream:
+        assert await status(stream) == 400
