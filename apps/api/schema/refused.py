@@ -17,7 +17,7 @@ REFUSED: dict[str, str] = {
     "max_tokens": "the name is max_output_tokens here.",
     "max_tool_calls": "there are no built-in tools.",
     "moderation": "answers are not moderated.",
-    "prediction": "predicted outputs are not implemented.",
+    "prediction": "predicted outputs are not offered.",
     "prompt_cache_options": "the prefix cache works by itself.",
     "prompt_cache_retention": "the prefix cache works by itself.",
     "prompt": "there are no stored prompts.",
