@@ -64,4 +64,4 @@ def page() -> bytes:
         "messages": messages,
         "errors": openapi.ERRORS.items(),
     }
-    return render_to_string("api/docs.html", context).encode()
+    return str(render_to_string("api/docs.html", context)).encode()

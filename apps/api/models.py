@@ -13,10 +13,12 @@ class KeptResponseQuerySet(models.QuerySet["KeptResponse"]):
     """Kept responses, by what is asked of them."""
 
     def current(self) -> KeptResponseQuerySet:
-        return self.filter(expires_at__gt=timezone.now())
+        found: KeptResponseQuerySet = self.filter(expires_at__gt=timezone.now())
+        return found
 
     def expired(self) -> KeptResponseQuerySet:
-        return self.filter(expires_at__lte=timezone.now())
+        found: KeptResponseQuerySet = self.filter(expires_at__lte=timezone.now())
+        return found
 
 
 class KeptResponse(models.Model):
@@ -35,7 +37,7 @@ class KeptResponse(models.Model):
     objects = KeptResponseQuerySet.as_manager()
 
     def __str__(self) -> str:
-        return self.id
+        return str(self.id)
 
 
 def keep(response_id: str, owner: str, conversation: list[Any], response: dict[str, Any], seconds: float) -> None:
@@ -52,7 +54,8 @@ def keep(response_id: str, owner: str, conversation: list[Any], response: dict[s
 
 def find(response_id: str) -> KeptResponse | None:
     """A response that is still kept."""
-    return KeptResponse.objects.current().filter(pk=response_id).first()
+    kept: KeptResponse | None = KeptResponse.objects.current().filter(pk=response_id).first()
+    return kept
 
 
 def forget(response_id: str) -> None:

@@ -63,7 +63,7 @@ PARAMETERS = {
 @lru_cache(maxsize=1)
 def document() -> dict[str, Any]:
     """The document."""
-    kinds = {answers.ErrorBody}
+    kinds: set[type] = {answers.ErrorBody}
     for methods in OPERATIONS.values():
         for _, _, body, answer, _ in methods.values():
             kinds |= {answer} | ({body} if body is not None else set())

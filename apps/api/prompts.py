@@ -15,6 +15,7 @@ from apps.api import deps
 from apps.api import tools as toolkit
 from apps.api.errors import ApiError, invalid
 from apps.api.schema.messages import AssistantMessage, ChatMessage, ToolMessage, text_of
+from apps.api.toolparse import OPEN
 from inference.errors import TooLarge
 from inference.models.chat_template import ChatTemplateError
 from inference.text.protocol import Tokenizer
@@ -119,7 +120,7 @@ def speaks_tools(tokenizer: Tokenizer) -> bool:
         sample = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
         try:
             ids = tokenizer.render_chat([{"role": "user", "content": "x"}], tools=sample)
-            known = toolkit.OPEN in tokenizer.decode(ids, skip_special=False)
+            known = OPEN in tokenizer.decode(ids, skip_special=False)
         except ChatTemplateError:
             known = False
         _speaks[tokenizer] = known

@@ -104,7 +104,7 @@ async def find(response_id: str, consumer: ApiConsumer, param: str) -> models.Ke
         ApiError: 404; 503 where the database does not answer.
     """
     try:
-        kept = await database_sync_to_async(models.find)(response_id)
+        kept: models.KeptResponse | None = await database_sync_to_async(models.find)(response_id)
     except DatabaseError as exc:
         raise ApiError(503, "Kept responses can not be read.", code="unavailable", retry_after=2.0) from exc
     if kept is None or not consumer.caller.owns(kept.owner):
@@ -178,7 +178,7 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for at, raw in enumerate(given):
         try:
-            item: InputItem = msgspec.convert({"type": "message", **raw}, InputItem)  # type: ignore[arg-type]
+            item: InputItem = msgspec.convert({"type": "message", **raw}, InputItem)
         except msgspec.ValidationError as exc:
             error = explain(str(exc))
             error.param = f"input[{at}]" + (f".{error.param}" if error.param else "")

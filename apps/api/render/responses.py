@@ -73,7 +73,7 @@ class ResponseRenderer:
 
     def _begin_text(self) -> bytes:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        item = {
+        item: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
             "status": "in_progress",
