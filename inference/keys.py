@@ -36,6 +36,9 @@ key                       type    written by                  lives until
 ``usage``                 hash    settle / servers            a server has taken it as a batch
 ``usage:batch``           hash    servers                     it is in the database
 ``limit:...``             string  apps (rate limits)          TTL
+``restarts``              hash    pools                       for ever; workers that pools have
+                                                              replaced, and what each living pool
+                                                              has told
 ``series:load``           list    servers (charts)            bounded, TTL
 ``series:audits``         list    servers (health page)       bounded, TTL
 ========================  ======  ==========================  ====================================
@@ -64,6 +67,7 @@ class Keys:
         "outcomes",
         "pools",
         "prefix",
+        "restarts",
         "servers",
         "usage",
         "usage_batch",
@@ -78,6 +82,7 @@ class Keys:
         self.servers = f"{prefix}servers"
         self.workers = f"{prefix}workers"
         self.pools = f"{prefix}pools"
+        self.restarts = f"{prefix}restarts"
         self.history = f"{prefix}history"
         self.outcomes = f"{prefix}outcomes"
         self.usage = f"{prefix}usage"

@@ -279,7 +279,12 @@ class ServerBeat(msgspec.Struct, frozen=True):
 class Ending(msgspec.Struct, frozen=True):
     """The summary of a request that has ended: lengths and times (ms, Redis clock), never text.
 
-    ``by`` is the process that settled it and counts it; empty where that has no metrics.
+    Attributes:
+        by: the process that settled it and counts it; empty where that has no metrics.
+        claims: who had it and since when, one ``ms worker`` per line; without a
+            worker where it went back into the queue. The latest, of very many.
+        params: JSON of what was asked for where that is not the default: numbers,
+            and of stop texts and the like how many.
     """
 
     id: str
@@ -299,6 +304,10 @@ class Ending(msgspec.Struct, frozen=True):
     first_token_ms: int
     ended_ms: int
     by: str = ""
+    last_token_ms: int = 0
+    deadline_ms: int = 0
+    claims: str = ""
+    params: str = ""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -116,7 +116,7 @@ class InflightAdmin(admin.ModelAdmin):
         return self.page(
             request, "request", f"Request {object_id}"[:120],
             object_id=object_id, shown=shown, ending=ending, owner=name, timeline=events,
-            parameters=panels.parameters(job) if job else [],
+            parameters=panels.parameters(job, ending), facts=panels.facts(ending) if ending else [],
             live_url=f"{LIVE_URL}?{Query(q=object_id).encode()}" if view else "",
             may_read=view is not None and request.user.has_perm("inflight.view_text"),  # type: ignore[union-attr]
             may_cancel=request.user.has_perm("inflight.cancel_request"),  # type: ignore[union-attr]

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
+
 from apps.inflight.charts import charts
 from apps.inflight.roster import Source
 from apps.inflight.rows import amount, duration, request_url
 from inference.lifecycle import REASONS
 from inference.messages import Ending, Job, ServerBeat, WorkerBeat
 from inference.store import RequestView
+from inference.store.records import all_parameters, claims_from, described
 from inference.store.series import Sample
 
 HISTORY = 1000
@@ -160,21 +163,29 @@ def _named(counter: str) -> str:
     return _outcome(state, reason)
 
 
-#: Sampling parameters that are numbers or switches; the others may hold words of the client.
-NUMERIC = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logprobs", "ignore_eos", "min_tokens",
-)  # fmt: skip
-WORDED = ("stop", "stop_token_ids", "logit_bias")
+def parameters(job: Job | None, ending: Ending | None) -> list[tuple[str, str]]:
+    """How a request is or was sampled, lengths included; of what may hold a client's words, only how many there are."""
+    if job is not None:
+        return [("prompt tokens", str(len(job.prompt_ids))), *all_parameters(described(job.params))]
+    if ending is not None and ending.params:
+        return [("prompt tokens", str(ending.prompt_tokens)), *all_parameters(msgspec.json.decode(ending.params))]
+    return []
 
 
-def parameters(job: Job) -> list[tuple[str, str]]:
-    """How a request is sampled, lengths included; of what may hold a client's words, only how many there are."""
-    params = job.params
-    shown = [("prompt tokens", str(len(job.prompt_ids))), ("max_tokens", str(params.max_tokens))]
-    shown += [(n, str(v)) for n in NUMERIC if (v := getattr(params, n)) is not None]
-    shown += [(n, f"{len(v)} given") for n in WORDED if (v := getattr(params, n))]
-    return [*shown, ("grammar", "given")] if params.grammar is not None else shown
+def facts(e: Ending) -> list[tuple[str, str]]:
+    """Times and lengths of a request that has ended."""
+    took = e.last_token_ms - e.first_token_ms
+    rate = f"{(e.generated_tokens - 1) * 1000 / took:.1f}" if took > 0 and e.generated_tokens > 1 else "-"
+    return [
+        ("Attempts", str(e.attempts)),
+        ("Tokens in", str(e.prompt_tokens)),
+        ("Tokens out", str(e.generated_tokens)),
+        ("In queue", duration(e.claimed_ms - e.created_ms) if e.claimed_ms else "-"),
+        ("TTFT", duration(e.first_token_ms - e.created_ms) if e.first_token_ms else "-"),
+        ("Tokens/s", rate),
+        ("Took", duration(e.ended_ms - e.created_ms)),
+        ("Time limit", duration(e.deadline_ms - e.created_ms) if e.deadline_ms else "none"),
+    ]
 
 
 def timeline(
@@ -182,21 +193,31 @@ def timeline(
 ) -> list[dict[str, str]]:
     """What happened to a request and when, each with the time since it was accepted."""
     record: Any = view or ending
-    steps = [("Accepted and queued", record.created_ms)]
     attempts = view.attempt if view else ending.attempts if ending else 0
-    claimed = "Claimed by a worker" if attempts <= 1 else f"Claimed by a worker (attempt {attempts})"
-    if claims:
-        steps += [(f"Claimed by {worker} (attempt {n})", ms) for n, (ms, worker) in enumerate(claims, 1)]
-    else:
-        steps.append((claimed, record.claimed_ms))
+    if ending is not None:
+        claims = claims_from(ending.claims)
+    steps = [("Accepted and queued", record.created_ms), *_attempts(claims, attempts, record.claimed_ms)]
     steps.append(("First token", record.first_token_ms))
+    steps.append(("Last token so far" if view else "Last token", record.last_token_ms))
     if view is not None:
-        steps.append(("Last token so far", view.last_token_ms))
         steps.append(("Deadline", view.deadline_ms))
     if ending is not None:
         steps.append((f"Ended: {ending.state} ({ending.reason})", ending.ended_ms))
     steps.sort(key=lambda step: step[1])
     return [{"what": what, "at": _clock(ms), "after": duration(ms - record.created_ms)} for what, ms in steps if ms]
+
+
+def _attempts(claims: Sequence[tuple[int, str]], attempts: int, claimed_ms: int) -> list[tuple[str, int]]:
+    """Each claim with its number and each return to the queue. Of very many attempts only the latest are known."""
+    if not claims:
+        return [("Claimed by a worker" if attempts <= 1 else f"First claimed (of {attempts} attempts)", claimed_ms)]
+    number = attempts - sum(bool(worker) for _, worker in claims)
+    steps = []
+    for ms, worker in claims:
+        number += bool(worker)
+        said = f"Claimed by {worker} (attempt {number})" if worker else "Taken from its worker, and queued again"
+        steps.append((said, ms))
+    return steps
 
 
 def _clock(ms: int) -> str:

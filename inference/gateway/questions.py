@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import builtins
-import time
 from typing import Literal
 
 from inference.config import Config
 from inference.gateway.presence import Presence
 from inference.messages import Ending, Job, ModelInfo, PoolBeat, ServerBeat, WorkerBeat
 from inference.redisio import Commander
-from inference.store import AuditReport, Page, RequestStore, RequestView, StoreViews, audit
-from inference.store.series import AuditRun, Sample, Series
+from inference.store import AuditReport, Page, RequestStore, RequestView, StoreViews
+from inference.store.series import AuditRun, Sample, Series, audit_and_remember
 
 
 class Questions:
@@ -61,7 +60,7 @@ class Questions:
         return await self.views.view(request_id)
 
     async def details(self, request_id: str) -> tuple[Job, builtins.list[tuple[int, str]]] | None:
-        """The job of a live request and its claims, (ms, worker) each; ``None`` where it is not alive."""
+        """The job of a live request and its claims, (ms, worker or nobody); ``None`` where it is not alive."""
         return await self.store.details(request_id)
 
     async def ending(self, request_id: str) -> Ending | None:
@@ -96,13 +95,10 @@ class Questions:
 
     async def audit(self) -> AuditReport:
         """Compare all records, owners and indexes; the result is remembered for operators."""
-        started = time.monotonic()
-        report = await audit(self.store)
-        await self._series.remember_audit(report, (time.monotonic() - started) * 1000, self.id)
-        return report
+        return await audit_and_remember(self.store, self.id)
 
     async def audits(self) -> builtins.list[AuditRun]:
-        """The last audits that any server ran, newest first."""
+        """The last audits that any server or ``manage.py inflight --audit`` ran, newest first."""
         return await self._series.audits()
 
     async def now_ms(self) -> int:

@@ -56,6 +56,8 @@ class Supervisor:
         self._started_ms = int(time.time() * 1000)
         self._failures = 0
         self.restarts = 0
+        self._told = 0
+        """How many of these the store is known to have counted."""
         self._stop = asyncio.Event()
         dial = lambda: connect(config.redis_url, timeout=config.redis_timeout, client_name=f"sluice-{self.id}")  # noqa: E731
         self.redis = Commander(dial, name=self.id)
@@ -116,6 +118,7 @@ class Supervisor:
             self._failures = 0 if child.ready.is_set() else self._failures + 1
             restarts += 1
             self.restarts += 1
+            await self._tell()
             backoff = _FIRST_BACKOFF if stable or status == 0 else backoff
             logger.error(
                 "worker %s on %s ended with status %d; starting another in %.1f s",
@@ -182,6 +185,16 @@ class Supervisor:
                 logger.exception("no heartbeat", extra={"event": "beat_failed"})
             await asyncio.sleep(self.config.heartbeat_interval)
 
+    async def _tell(self) -> None:
+        """Have the restarts counted where they outlive this pool; what fails now is made up for by the next beat."""
+        count = self.restarts
+        if count > self._told:
+            try:
+                await self.store.count_restarts(self.id, count, self._told)
+                self._told = count
+            except StoreUnavailable:
+                logger.debug("restarts not counted: Redis does not answer")
+
     async def _beat(self) -> None:
         k = self.store.keys
         children = self._children.values()
@@ -204,6 +217,7 @@ class Supervisor:
             self.redis.call("SET", k.pool_beat(self.id), encode(beat), "PX", round(self.config.heartbeat_ttl * 1000)),
             self.redis.call("SADD", k.pools, self.id),
         )
+        await self._tell()
 
     async def _leave(self) -> None:
         k = self.store.keys

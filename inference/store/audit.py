@@ -17,7 +17,9 @@ from inference.store.store import RequestStore
 from inference.store.views import StoreViews
 
 _PAGE = 500
-_SINGLES = frozenset("live deadlines detached servers workers pools history outcomes usage usage:batch".split())
+_SINGLES = frozenset(
+    "live deadlines detached servers workers pools restarts history outcomes usage usage:batch".split()
+)
 
 
 class AuditReport(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from inference.messages import Job
+from inference.messages import Job, SamplingParams
 
 
 class Submission(msgspec.Struct, frozen=True):
@@ -20,6 +20,39 @@ class Submission(msgspec.Struct, frozen=True):
     priority: str = "normal"
     timeout: float = 600.0
     resumable: bool = False
+
+
+#: Sampling parameters that are numbers or switches.
+NUMERIC = (
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logprobs", "ignore_eos", "min_tokens",
+)  # fmt: skip
+#: Those that may hold words of a client: of them only how many there are is told.
+WORDED = ("stop", "stop_token_ids", "logit_bias")
+_DEFAULTS = SamplingParams(max_tokens=0)
+
+
+def described(params: SamplingParams) -> dict[str, float]:
+    """What was asked for where that is not the default, without a word of the client: it outlives the request."""
+    shown: dict[str, float] = {
+        n: v for n in NUMERIC if (v := getattr(params, n)) is not None and v != getattr(_DEFAULTS, n)
+    }
+    shown |= {n: len(v) for n in WORDED if (v := getattr(params, n))}
+    return {**shown, "grammar": 1} if params.grammar is not None else shown
+
+
+def all_parameters(shown: dict[str, float]) -> list[tuple[str, str]]:
+    """What :func:`described` gives, with the defaults, as names and texts."""
+    numbers = [(n, shown.get(n, getattr(_DEFAULTS, n))) for n in NUMERIC]
+    rows = [(n, str(v)) for n, v in numbers if v is not None]
+    rows += [(n, f"{shown[n]:g} given") for n in WORDED if n in shown]
+    return [*rows, ("grammar", "given")] if "grammar" in shown else rows
+
+
+def claims_from(text: str) -> list[tuple[int, str]]:
+    """(ms, worker) of each claim, oldest first; no worker where the request went back into the queue."""
+    lines = [line.partition(" ") for line in text.splitlines()]
+    return [(int(ms), worker) for ms, _, worker in lines]
 
 
 class Claim(msgspec.Struct, frozen=True):

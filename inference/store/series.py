@@ -6,14 +6,20 @@ as they stood, so that the endings of any span are the difference of two samples
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
 
 import msgspec
 
+from inference.errors import SluiceError
 from inference.keys import Keys
 from inference.messages import encode
 from inference.redisio import Commander, Script
-from inference.store.audit import AuditReport
+from inference.store.audit import AuditReport, audit
+from inference.store.store import RequestStore
+
+logger = logging.getLogger("sluice.audit")
 
 SAMPLE = Script(Path(__file__).parent / "lua" / "sample.lua")
 
@@ -60,6 +66,20 @@ class AuditRun(msgspec.Struct, frozen=True):
 
 _decode_sample = msgspec.msgpack.Decoder(Sample, strict=False).decode
 _decode_run = msgspec.msgpack.Decoder(AuditRun).decode
+
+
+async def audit_and_remember(store: RequestStore, by: str) -> AuditReport:
+    """Compare all records, owners and indexes, and keep the result for operators: the one way to audit.
+
+    ``by`` says who asked. What cannot be kept (Redis is full, say) is reported all the same.
+    """
+    started = time.monotonic()
+    report = await audit(store)
+    try:
+        await Series(store.redis, store.keys).remember_audit(report, (time.monotonic() - started) * 1000, by)
+    except SluiceError as exc:
+        logger.warning("the audit is not remembered: %s", exc, extra={"event": "audit_not_kept"})
+    return report
 
 
 class Series:

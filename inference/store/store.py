@@ -9,18 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from inference.config import Config
 from inference.errors import Overloaded, StoreUnavailable
 from inference.keys import PRIORITIES, Keys
 from inference.lifecycle import Outcome, Reason, State
 from inference.messages import Ending, Job, decode_ending, decode_job, encode
 from inference.redisio import Commander, Script
-from inference.store.records import Attached, Claim, Submission
+from inference.store.records import Attached, Claim, Submission, claims_from, described
 
 _LUA = Path(__file__).parent / "lua"
-SUBMIT, CLAIM, APPEND, SETTLE, REQUEUE, DETACH, ATTACH, HELD = (
+SUBMIT, CLAIM, APPEND, SETTLE, REQUEUE, DETACH, ATTACH, HELD, RESTARTS = (
     Script(_LUA / f"{name}.lua")
-    for name in ("submit", "claim", "append", "settle", "requeue", "detach", "attach", "held")
+    for name in ("submit", "claim", "append", "settle", "requeue", "detach", "attach", "held", "restarts")
 )
 
 
@@ -86,6 +88,7 @@ class RequestStore:
             "resumable": int(submission.resumable),
             "prompt_tokens": len(job.prompt_ids),
             "max_tokens": job.params.max_tokens,
+            "params": msgspec.json.encode(described(job.params)),
             "job": encode(job),
         }
         reply = self.redis.script(
@@ -240,6 +243,12 @@ class RequestStore:
         )
         return str(reply.decode())
 
+    # -- pools ---------------------------------------------------------------------------------
+
+    async def count_restarts(self, pool: str, count: int, told: int) -> int:
+        """Say how many workers a pool has replaced, ``told`` of them before. Gives the total of all pools, ever."""
+        return int(await self.redis.script(RESTARTS, [self.keys.restarts, self.keys.pools], [pool, count, told]))
+
     # -- operators -----------------------------------------------------------------------------
 
     async def tell_worker(self, worker: str, payload: bytes) -> int:
@@ -251,12 +260,11 @@ class RequestStore:
         return int(await self.redis.call("PUBLISH", self.keys.server_channel(server), payload))
 
     async def details(self, request_id: str) -> tuple[Job, list[tuple[int, str]]] | None:
-        """The job of a live request and its claims, (ms, worker) each; ``None`` where it is not alive."""
+        """The job of a live request and its claims (see :func:`claims_from`); ``None`` where it is not alive."""
         job, claims = await self.redis.call("HMGET", self.keys.request(request_id), "job", "claims")
         if job is None:
             return None
-        lines = [line.partition(" ") for line in (claims or b"").decode().splitlines()]
-        return decode_job(job), [(int(ms), worker) for ms, _, worker in lines]
+        return decode_job(job), claims_from((claims or b"").decode())
 
     async def now_ms(self) -> int:
         seconds, micros = await self.redis.call("TIME")

@@ -95,7 +95,11 @@ class StoreViews:
         )
         if not first:
             return 0.0
-        return max(0.0, int(clock[0]) + int(clock[1]) / 1e6 - float(first[0][1]) / 1000)
+        return max(0.0, int(clock[0]) + int(clock[1]) / 1e6 - float(first[1]) / 1000)
+
+    async def restarts(self) -> int:
+        """Workers that pools have replaced since the store was created, pools that are gone included."""
+        return int(await self.redis.call("HGET", self.keys.restarts, "total") or 0)
 
     async def position(self, model: str, request_id: str) -> int | None:
         """Place in the queue, 0 first; ``None`` where it is not queued."""

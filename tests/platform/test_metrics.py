@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from inference import metrics as counted_here
 from inference import multiproc
+from inference.embedded import EmbeddedValkey
 from inference.errors import StoreUnavailable
 from inference.gateway import Gateway, RequestEnded
 from inference.lifecycle import Outcome, Reason
@@ -26,7 +28,7 @@ from inference.redisio import Script
 from inference.store import RequestStore
 from inference.store.store import SETTLE, SUBMIT
 from sluice import metrics, runtime
-from sluice.metrics import reference
+from sluice.metrics import live, reference
 from sluice.metrics.live import LIVE
 from tests.conftest import ROOT
 from tests.core.conftest import Deploy, deploy, read, spec  # noqa: F401
@@ -105,10 +107,32 @@ async def test_the_exposition_reads_what_is_in_flight(deploy: Deploy, monkeypatc
             text, _ = await metrics.exposition()
             assert gauge(text, 'sluice_requests_inflight{model="scripted",state="running"}') == 1
             assert gauge(text, 'sluice_worker_up{state="ready"}') == 1
+            assert 0 < gauge(text, "sluice_oldest_inflight_age_seconds") < 60
         await deployment.clean(gateway)
         text, _ = await metrics.exposition()
         assert gauge(text, 'sluice_requests_inflight{model="scripted",state="running"}') == 0
         assert gauge(text, 'sluice_requests_inflight{model="scripted",state="queued"}') == 0
+        assert gauge(text, "sluice_oldest_inflight_age_seconds") == 0
+
+
+async def test_what_redis_does_not_say_is_left_out(
+    deploy: Deploy, fresh_valkey: Callable[[], EmbeddedValkey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No gauge says 0 of what is not known; what this process knows by itself is still there."""
+    valkey = fresh_valkey()
+    monkeypatch.setattr(live, "PATIENCE", 0.3)
+    deployment = deploy(redis_url=valkey.url)
+    gateway = await gateway_with_metrics(deployment)
+    with runtime.replaced(gateway):
+        os.kill(valkey.pid, signal.SIGSTOP)
+        try:
+            text, _ = await metrics.exposition()
+        finally:
+            os.kill(valkey.pid, signal.SIGCONT)
+        assert gauge(text, "sluice_redis_up") == 0
+        assert gauge(text, 'sluice_drain_state{state="serving"}') == 1
+        for name in ("sluice_requests_inflight", "sluice_worker_up", "sluice_worker_restarts_total"):
+            assert f"\n{name}".encode() not in text
 
 
 def gauge(text: bytes, series: str) -> float:

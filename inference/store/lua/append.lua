@@ -20,7 +20,7 @@ local hold = {}
 for i = 1, n do
   local a = 4 + (i - 1) * 7
   local req, log = KEYS[2 * i - 1], KEYS[2 * i]
-  local rec = redis.call('HMGET', req, 'worker', 'attempt', 'server')
+  local rec = redis.call('HMGET', req, 'worker', 'attempt', 'server', 'first')
   if rec[1] ~= ARGV[1] or rec[2] ~= ARGV[a + 1] then
     odd[#odd + 1] = i - 1; odd[#odd + 1] = 'stale'; odd[#odd + 1] = ''
     hold[ARGV[a + 6]] = true
@@ -32,8 +32,11 @@ for i = 1, n do
       odd[#odd + 1] = i - 1; odd[#odd + 1] = 'gap'; odd[#odd + 1] = ''
       hold[ARGV[a + 6]] = true
     elseif len == seq then
-      redis.call('HSET', req, 'tokens', ARGV[a + 4], 'last', now)
-      if seq == 1 then redis.call('HSET', req, 'first', now) end
+      if ARGV[a + 4] ~= '0' then
+        redis.call('HSET', req, 'tokens', ARGV[a + 4], 'last', now)
+        -- not with the first frame: one that only says how it ended has no token
+        if not rec[4] then redis.call('HSET', req, 'first', now) end
+      end
       if ARGV[a + 5] ~= '' then
         redis.call('HSET', req, 'finish', ARGV[a + 5])
         redis.call('SREM', ARGV[2] .. 'of:worker:' .. ARGV[1], ARGV[a])

@@ -22,8 +22,10 @@ while #taken < tonumber(ARGV[2]) do
     local attempt = redis.call('HINCRBY', req, 'attempt', 1)
     redis.call('HSET', req, 'state', 'running', 'worker', ARGV[1], 'claimed_at', now)
     redis.call('HSETNX', req, 'claimed', now)
-    -- who has had it and since when, for operators; as long as the attempts that are allowed
-    redis.call('HSET', req, 'claims', (rec[7] or '') .. now .. ' ' .. ARGV[1] .. '\n')
+    -- who has had it and since when, for operators; of very many the latest
+    local claims = (rec[7] or '') .. now .. ' ' .. ARGV[1] .. '\n'
+    while #claims > 1500 do claims = string.gsub(claims, '^[^\n]*\n', '') end
+    redis.call('HSET', req, 'claims', claims)
     redis.call('ZADD', ARGV[3] .. 'deadlines', rec[6], id)
     redis.call('SADD', KEYS[2], id)
     redis.call('SADD', KEYS[4], id)

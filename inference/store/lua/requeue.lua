@@ -7,7 +7,7 @@
 --      hands back what it holds
 -- Reply 'requeued', 'exhausted' (it has lost too many workers; settle it), 'finished' (its last frame is
 --      logged; nothing to do) or 'gone'
-local rec = redis.call('HMGET', KEYS[1], 'state', 'worker', 'finish', 'model', 'class', 'tag', 'lost')
+local rec = redis.call('HMGET', KEYS[1], 'state', 'worker', 'finish', 'model', 'class', 'tag', 'lost', 'claims')
 if rec[1] ~= 'running' or rec[2] ~= ARGV[2] then
   redis.call('SREM', ARGV[3] .. 'of:worker:' .. ARGV[2], ARGV[1])
   return 'gone'
@@ -20,8 +20,8 @@ if ARGV[5] ~= '0' and redis.call('HINCRBY', KEYS[1], 'lost', ARGV[5]) >= tonumbe
   return 'exhausted'
 end
 local clock = redis.call('TIME')
-redis.call('HSET', KEYS[1], 'state', 'queued', 'worker', '',
-  'queued_at', clock[1] * 1000 + math.floor(clock[2] / 1000))
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+redis.call('HSET', KEYS[1], 'state', 'queued', 'worker', '', 'queued_at', now, 'claims', (rec[8] or '') .. now .. ' \n')
 redis.call('SREM', ARGV[3] .. 'of:worker:' .. ARGV[2], ARGV[1])
 redis.call('SREM', ARGV[3] .. 'running:' .. rec[4], ARGV[1])
 -- half a class before the rest: it has waited its turn already

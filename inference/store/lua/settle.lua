@@ -16,7 +16,7 @@
 --      8 guard field or ''  9 guard value  10 who counts this ending ('' where nobody does)
 -- Reply nil where there is nothing (left) to settle or the guard does not hold; else the summary.
 local names = {'state', 'model', 'server', 'worker', 'attempt', 'finish', 'resumable', 'endpoint', 'transport',
-  'owner', 'prompt_tokens', 'tokens', 'created', 'claimed', 'first'}
+  'owner', 'prompt_tokens', 'tokens', 'created', 'claimed', 'first', 'last', 'deadline', 'claims', 'params'}
 local values = redis.call('HMGET', KEYS[1], unpack(names))
 if not values[1] then
   -- nothing is left of it; an index entry without a record would be a leftover of a crash
@@ -57,6 +57,7 @@ local ending = cmsgpack.pack({
   transport = rec.transport, owner = rec.owner, server = rec.server, worker = rec.worker,
   attempts = number('attempt'), prompt_tokens = number('prompt_tokens'), generated_tokens = number('tokens'),
   created_ms = number('created'), claimed_ms = number('claimed'), first_token_ms = number('first'),
+  last_token_ms = number('last'), deadline_ms = number('deadline'), claims = rec.claims, params = rec.params,
   ended_ms = now, by = ARGV[10]})
 redis.call('LPUSH', KEYS[7], ending)
 redis.call('LTRIM', KEYS[7], 0, tonumber(ARGV[6]) - 1)

@@ -1,9 +1,10 @@
 """Gauges: read, at the scrape, from what is really in flight.
 
-None is kept. Each comes from this process's own state, the queue, or a heartbeat
-that expires with its process, so that a killed process leaves nothing behind in
-them. All describe the whole deployment, whichever server is asked: aggregate them
-over servers with ``max``, not ``sum``.
+None is kept, and none is made up: what only Redis knows is left out of a scrape that
+it does not answer (``sluice_redis_up`` says so), not shown as 0. Each comes from this
+process's own state, the queue, or a heartbeat that expires with its process, so that
+a killed process leaves nothing behind in them. All describe the whole deployment,
+whichever server is asked: aggregate them over servers with ``max``, not ``sum``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from inference.errors import SluiceError
 from inference.gateway import Gateway
-from inference.messages import PoolBeat, ServerBeat, WorkerBeat
+from inference.messages import ServerBeat, WorkerBeat
 from sluice import runtime
 
 WORKER_STATES = ("starting", "ready", "quiet", "draining")
@@ -36,7 +37,10 @@ LIVE: dict[str, tuple[str, tuple[str, ...]]] = {
         ("route", "kind"),
     ),
     "sluice_worker_up": ("Workers with a heartbeat, by what they are doing.", ("state",)),
-    "sluice_worker_restarts_total": ("Workers that the living pools have replaced.", ()),
+    "sluice_worker_restarts_total": (
+        "Workers that pools have replaced; kept in Redis, so that it outlives the pools.",
+        (),
+    ),
     "sluice_engine_running": ("Sequences that the engines are computing.", ()),
     "sluice_engine_waiting": ("Sequences that the engines hold and have not begun.", ()),
     "sluice_engine_slots": ("Sequences that the engines can run at once.", ()),
@@ -50,46 +54,46 @@ LIVE: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class Snapshot(msgspec.Struct):
-    """What is in flight now, for one scrape."""
+    """What is in flight now, for one scrape. Without ``redis_up`` nothing else in it means anything."""
 
     queued: dict[str, dict[str, int]] = {}
     running: dict[str, int] = {}
     detached: int = 0
     oldest_age: float = 0.0
+    restarts: int = 0
     workers: list[WorkerBeat] = []
     servers: list[ServerBeat] = []
-    pools: list[PoolBeat] = []
     redis_up: bool = False
 
     @classmethod
     async def take(cls, gateway: Gateway) -> Snapshot:
-        """Ask Redis once; what it does not answer stays empty."""
+        """Ask Redis once; where it does not answer, nothing is known."""
         try:
             async with asyncio.timeout(PATIENCE):
                 return await cls._ask(gateway)
         except (SluiceError, TimeoutError):
-            return cls(queued={a: {} for a in gateway.aliases}, running=dict.fromkeys(gateway.aliases, 0))
+            return cls()
 
     @classmethod
     async def _ask(cls, gateway: Gateway) -> Snapshot:
         aliases, views = gateway.aliases, gateway.views
-        queued, running, detached, oldest, workers, servers, pools = await asyncio.gather(
+        queued, running, detached, oldest, restarts, workers, servers = await asyncio.gather(
             asyncio.gather(*(views.queued_by_priority(a) for a in aliases)),
             asyncio.gather(*(views.running(a) for a in aliases)),
             views.detached(),
             views.oldest_age(),
+            views.restarts(),
             gateway.workers(),
             gateway.servers(),
-            gateway.pools(),
         )
         return cls(
             dict(zip(aliases, queued, strict=True)),
             dict(zip(aliases, running, strict=True)),
             detached,
             oldest,
+            restarts,
             workers,
             servers,
-            pools,
             True,
         )
 
@@ -104,8 +108,9 @@ class LiveCollector:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._requests()
-        yield from self._workers()
+        if self.snapshot.redis_up:
+            yield from self._requests()
+            yield from self._workers()
         yield from self._servers()
 
     def _requests(self) -> Iterator[Metric]:
@@ -128,7 +133,7 @@ class LiveCollector:
         for state in WORKER_STATES:
             up.add_metric([state], sum(w.state == state for w in workers))
         yield up
-        yield single("sluice_worker_restarts_total", sum(p.restarts for p in self.snapshot.pools))
+        yield single("sluice_worker_restarts_total", self.snapshot.restarts)
         for name in ("running", "waiting", "slots"):
             yield single(f"sluice_engine_{name}", sum(getattr(w.stats, name) for w in workers))
         blocks = family("sluice_kv_blocks")
@@ -152,7 +157,8 @@ class LiveCollector:
         yield self._exchanges(servers)
         memory = family("sluice_process_resident_bytes")
         memory.add_metric(["server"], sum(s.rss_bytes for s in servers))
-        memory.add_metric(["worker"], sum(w.rss_bytes for w in self.snapshot.workers))
+        if self.snapshot.redis_up:
+            memory.add_metric(["worker"], sum(w.rss_bytes for w in self.snapshot.workers))
         yield memory
 
     @staticmethod

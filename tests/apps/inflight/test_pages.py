@@ -13,6 +13,7 @@ from inference.errors import StoreUnavailable
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Job, SamplingParams
 from inference.store import Submission
+from inference.store.store import Append
 from sluice import runtime
 from tests.apps.inflight.conftest import SERVER, WORKER, Bench
 
@@ -166,13 +167,52 @@ async def test_each_attempt_is_in_the_timeline_and_no_words_of_the_client(bench:
     await bench.claim(worker="w-second")
     page = await boss.get(one("r-1"))
     steps = [step["what"] for step in page.context["timeline"]]
-    assert steps == [
-        "Accepted and queued", f"Claimed by {WORKER} (attempt 1)", "Claimed by w-second (attempt 2)", "Deadline",
+    attempts = [
+        "Accepted and queued", f"Claimed by {WORKER} (attempt 1)", "Taken from its worker, and queued again",
+        "Claimed by w-second (attempt 2)",
     ]  # fmt: skip
+    assert steps == [*attempts, "Deadline"]
     shown = dict(page.context["parameters"])
     assert (shown["prompt tokens"], shown["max_tokens"], shown["temperature"]) == ("2", "9", "0.5")
     assert (shown["stop"], shown["logit_bias"]) == ("1 given", "1 given")
     assert "secret" not in page.content.decode()
+
+    # After its end the page says the same, and how it went on.
+    await bench.store.append("w-second", [Append("r-1", 2, 1, b"", 1, "", SERVER)], [])
+    await bench.store.append("w-second", [Append("r-1", 2, 2, b"", 4, "", SERVER)], [])
+    await bench.gateway.cancel("r-1", Reason.ADMIN)
+    page = await boss.get(one("r-1"))
+    steps = [step["what"] for step in page.context["timeline"]]
+    assert steps == [*attempts, "First token", "Last token", "Ended: cancelled (admin)"]
+    assert dict(page.context["parameters"]) == shown
+    facts = dict(page.context["facts"])
+    assert (facts["Attempts"], facts["Tokens in"], facts["Tokens out"]) == ("2", "2", "4")
+    assert facts["Time limit"] == "10 m 00 s" and facts["TTFT"] != "-"
+    assert "secret" not in page.content.decode()
+
+
+async def test_a_timeline_of_very_many_attempts_is_bounded(bench: Bench, boss: AsyncClient) -> None:
+    """A request that is handed on a hundred times keeps its latest claims, and the right numbers."""
+    await bench.submit("r-1")
+    for _ in range(100):
+        await bench.claim()
+        await bench.store.requeue("r-1", worker=WORKER, lost=False)
+    await bench.claim()
+    await bench.gateway.cancel("r-1", Reason.ADMIN)
+    ending = (await bench.gateway.history(1))[0]
+    assert len(ending.claims) < 1600
+    steps = [step["what"] for step in (await boss.get(one("r-1"))).context["timeline"]]
+    claims = [s for s in steps if s.startswith("Claimed")]
+    assert claims[-1] == f"Claimed by {WORKER} (attempt 101)" and 20 < len(claims) < 101
+
+
+async def test_a_frame_without_a_token_is_no_first_token(bench: Bench, boss: AsyncClient) -> None:
+    await bench.submit("r-1")
+    await bench.claim()
+    await bench.store.append(WORKER, [Append("r-1", 1, 1, b"", 0, "error", SERVER)], [])
+    await bench.gateway.cancel("r-1", Reason.ADMIN)
+    (ending,) = await bench.gateway.history(1)
+    assert (ending.first_token_ms, ending.generated_tokens) == (0, 0)
 
 
 async def test_orphan_is_shown_as_such(bench: Bench, boss: AsyncClient) -> None:

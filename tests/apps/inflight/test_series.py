@@ -12,7 +12,7 @@ from django.urls import reverse
 
 from apps.inflight import panels
 from apps.inflight.charts import HEIGHT, WIDTH, charts, nice
-from inference.config import Config
+from inference.config import Config, host_name
 from inference.gateway import Gateway, StreamGroup, hub
 from inference.gateway.sampler import Sampler
 from inference.gateway.stream import RequestStream
@@ -20,6 +20,7 @@ from inference.lifecycle import Outcome, Reason
 from inference.messages import Ending, EngineStats, Frame, WorkerBeat, encode
 from inference.store.series import SPAN, Sample, Series
 from tests.apps.inflight.conftest import SERVER, WORKER, Bench
+from tests.core.test_inflight_command import inflight
 from tests.support import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -145,7 +146,10 @@ async def test_audits_of_every_server_are_remembered(
     async with Gateway(make_config()) as other:
         await other.audit()
         by = other.id
+    status, out = await inflight(bench.gateway.config.redis_url, "--audit")
+    assert status == 1 and "150 findings" in out
     page = (await boss.get(HEALTH)).content.decode()
+    assert f"manage.py on {host_name()}" in page
     assert by in page and "150 findings, the first 100" in page
     for _ in range(25):
         await bench.gateway.audit()

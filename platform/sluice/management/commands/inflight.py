@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 from django.core.management.base import BaseCommand, CommandError
 
-from inference.config import Config
+from inference.config import Config, host_name
 from inference.errors import SluiceError
 from inference.lifecycle import Outcome, Reason
 from inference.redisio import Commander, connect
-from inference.store import RequestStore, RequestView, StoreViews, audit
+from inference.store import RequestStore, RequestView, StoreViews
+from inference.store.series import audit_and_remember
 
 _PAGE = 500
 
@@ -102,7 +103,7 @@ class Command(BaseCommand):
         return 0
 
     async def _audit(self, store: RequestStore, options: dict[str, Any]) -> int:
-        report = await audit(store)
+        report = await audit_and_remember(store, f"manage.py on {host_name()}")
         text = f"{report.records} records, {report.logs} token logs, {report.keys} keys: "
         text += "all in order" if report.clean else f"{len(report.findings)} findings\n" + "\n".join(report.findings)
         self._print(report, options["json"], text)
