@@ -13,6 +13,9 @@ from sluice.consumers.errors import HttpError
 
 logger = logging.getLogger(__name__)
 
+#: What proxies add. The callers of a proxy on this machine are not on this machine.
+_PROXIED = {b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via"}
+
 
 async def check(rule: str, scope: Any) -> Any:
     """Who is calling, where the rule lets them.
@@ -62,5 +65,5 @@ def _may_scrape(scope: Any) -> bool:
     if config.metrics_access == "loopback":
         client = scope.get("client") or ("",)
         local = str(client[0]) in ("127.0.0.1", "::1")
-        return local and b"x-forwarded-for" not in headers and b"forwarded" not in headers
+        return local and not headers.keys() & _PROXIED
     return config.metrics_access == "public"
