@@ -74,13 +74,13 @@ def fastapi_app() -> Any:
 
     app = FastAPI()
 
-    @app.post("/v1/chat/completions")
     async def complete(request: Request) -> StreamingResponse:
         body = await request.json()
         return StreamingResponse(tokens(body["max_tokens"], body.get("rate", 0.0)), media_type="text/event-stream")
 
-    # The route's annotations are resolved against module globals.
+    # FastAPI resolves the route's annotations against module globals, where Request is not.
     complete.__annotations__["request"] = Request
+    app.post("/v1/chat/completions", response_model=None)(complete)
     return app
 
 
