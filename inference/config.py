@@ -1,21 +1,21 @@
 """Every setting of the core, in one typed class with its default and unit.
 
-Read from the environment by :meth:`Config.from_env`; each field is the
-variable ``SLUICE_<NAME>`` in capitals, except ``REDIS_URL``. A malformed value
-raises :class:`~inference.errors.ConfigError` that names the variable.
+Read from the environment (:mod:`inference.environ`): each field is the variable
+``SLUICE_<NAME>`` in capitals, except ``REDIS_URL``. A malformed value raises
+:class:`~inference.errors.ConfigError` that names the variable.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
+from inference.environ import EnvSettings
 from inference.errors import ConfigError
 
 ENGINES = ("transformers", "embed", "openai", "scripted")
@@ -73,7 +73,7 @@ def parse_models(text: str) -> list[ModelSpec]:
     return specs
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True):
+class Config(EnvSettings, frozen=True, kw_only=True):
     """All settings. Times are seconds unless the name ends in ``_ms``."""
 
     # Redis
@@ -141,12 +141,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "queue_timeout max_attempts heartbeat_interval heartbeat_ttl reap_interval check_interval "
             "stall_timeout ping_interval stream_buffer send_timeout workers_per_device start_timeout"
         )
-        for name in positive.split():
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{env_name(name)} must be greater than 0, not {getattr(self, name)}")
-        for name in "cache_tokens context_length default_max_tokens resume_grace log_retention".split():
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{env_name(name)} must not be negative, not {getattr(self, name)}")
+        self.require_positive(positive.split())
+        self.require_not_negative(
+            "cache_tokens context_length default_max_tokens max_tokens_limit resume_grace log_retention "
+            "history_size drain_timeout metrics_port".split()
+        )
         if self.heartbeat_ttl < 2 * self.heartbeat_interval:
             raise ConfigError(
                 f"SLUICE_HEARTBEAT_TTL ({self.heartbeat_ttl} s) must be at least twice "
@@ -162,34 +161,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                     f"or rediss+sentinel://, which {scheme + '://' if scheme else 'its value'} is not"
                 )
         parse_models(self.models)
-
-    @classmethod
-    def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> Config:
-        """Build from environment variables; ``overrides`` win over them.
-
-        Raises:
-            ConfigError: a value has the wrong type or is out of range.
-        """
-        env = os.environ if env is None else env
-        hints = get_type_hints(cls)
-        values: dict[str, Any] = {}
-        for name in cls.__struct_fields__:
-            raw = env.get(env_name(name))
-            if raw is None or raw == "":
-                continue
-            try:
-                values[name] = msgspec.convert(raw.strip(), hints[name], strict=False)
-            except msgspec.ValidationError:
-                kind = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-                want = kind.get(hints[name].__name__, hints[name].__name__)
-                raise ConfigError(f"{env_name(name)} must be {want}, not {raw!r}") from None
-        values.update(overrides)
-        return cls(**values)
-
-
-def env_name(field: str) -> str:
-    """The environment variable of a field."""
-    return "REDIS_URL" if field == "redis_url" else f"SLUICE_{field.upper()}"
 
 
 def host_name() -> str:

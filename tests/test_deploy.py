@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import yaml
 
-from inference.config import Config, env_name
+from inference.config import Config
+from inference.environ import env_name
 from sluice.conf import ServerConfig
-from sluice.conf import env_name as server_env_name
 from tests.conftest import ROOT
 
 DEPLOY = ROOT / "deploy"
 KNOWN = (
     set(map(env_name, Config.__struct_fields__))
-    | set(map(server_env_name, ServerConfig.__struct_fields__))
+    | set(map(env_name, ServerConfig.__struct_fields__))
     | {"REDIS_URL", "DATABASE_URL", "SECRET_KEY", "SLUICE_LOG_FORMAT", "SLUICE_METRICS_PORT", "SLUICE_METRICS_HOST"}
 )
 
@@ -44,7 +44,9 @@ def test_kubernetes_numbers_add_up() -> None:
     for name, deployment in by_kind("Deployment").items():
         pod = deployment["spec"]["template"]["spec"]
         grace = pod["terminationGracePeriodSeconds"]
-        assert grace >= config.longest_stop, name
+        hook = pod["containers"][0].get("lifecycle", {}).get("preStop", {})
+        # Both count against the grace: what the hook waits, and what the drain takes at the very most.
+        assert grace >= hook.get("sleep", {}).get("seconds", 0) + config.longest_stop, name
         assert grace >= float(env["SLUICE_DRAIN_TIMEOUT"]) + 10, name
     assert float(env["SLUICE_TERMINATION_GRACE"]) == grace
 
@@ -54,6 +56,7 @@ def test_kubernetes_probes_and_selectors() -> None:
     container = server["template"]["spec"]["containers"][0]
     assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
     assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
+    assert container["lifecycle"]["preStop"]["sleep"]["seconds"] >= 1
     assert server["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
     for deployment in by_kind("Deployment").values():
         labels = deployment["spec"]["template"]["metadata"]["labels"]

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from inference.config import Config, env_name
+from inference.config import Config
+from inference.environ import env_name
 from tests.conftest import ROOT
 
 

@@ -7,12 +7,9 @@ capitals; ``manage.py serve`` has a flag for those that are changed most.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Literal
 
-import msgspec
-
+from inference.environ import EnvSettings, env_name
 from inference.errors import ConfigError
 
 MEBIBYTE = 1024 * 1024
@@ -22,7 +19,7 @@ ENDING_SECONDS = 5.0
 MAX_DRAIN_SECONDS = 1800.0
 
 
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ServerConfig(EnvSettings, frozen=True, kw_only=True):
     """All settings of one API server process. Times are seconds, sizes bytes.
 
     Attributes:
@@ -113,12 +110,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "high_water_bytes send_timeout dead_peer_timeout ws_ping_interval ws_ping_timeout "
             "ws_max_message_bytes ws_queue"
         )
-        for name in positive.split():
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{env_name(name)} must be greater than 0, not {getattr(self, name):g}")
-        for name in ("hsts_seconds", "retention_days"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{env_name(name)} must not be negative, not {getattr(self, name)}")
+        self.require_positive(positive.split())
+        self.require_not_negative(("hsts_seconds", "retention_days"))
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"{env_name('port')} must be between 0 and 65535, not {self.port}")
         if self.log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -142,46 +135,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             ]
         return []
 
-    def to_env(self) -> dict[str, str]:
-        """These settings as environment variables, for a child process."""
-        out = {}
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if value is not None:
-                out[env_name(name)] = str(value).lower() if isinstance(value, bool) else str(value)
-        return out
-
     def hosts(self) -> list[str]:
         return split_list(self.allowed_hosts)
-
-    @classmethod
-    def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> ServerConfig:
-        """Build from environment variables; ``overrides`` that are not ``None`` win over them.
-
-        Raises:
-            ConfigError: a value has the wrong type or is out of range.
-        """
-        env = os.environ if env is None else env
-        hints = get_type_hints(cls)
-        values: dict[str, Any] = {}
-        for name in cls.__struct_fields__:
-            raw = env.get(env_name(name))
-            if raw is None or raw == "":
-                continue
-            try:
-                values[name] = msgspec.convert(raw.strip(), hints[name], strict=False)
-            except msgspec.ValidationError:
-                choices = get_args(hints[name])
-                plain = {int: "a whole number", float: "a number", float | None: "a number", bool: "true or false"}
-                kind = plain.get(hints[name]) or "one of " + ", ".join(choices)
-                raise ConfigError(f"{env_name(name)} must be {kind}, not {raw!r}") from None
-        values.update({name: value for name, value in overrides.items() if value is not None})
-        return cls(**values)
-
-
-def env_name(field: str) -> str:
-    """The environment variable of a field."""
-    return f"SLUICE_{field.upper()}"
 
 
 def split_list(text: str) -> list[str]:

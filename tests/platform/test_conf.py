@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from inference.config import Config
+from inference.environ import env_name
 from inference.errors import ConfigError
-from sluice.conf import ServerConfig, env_name
+from sluice.conf import ServerConfig
 from tests.conftest import ROOT
 
 
@@ -20,15 +22,15 @@ from tests.conftest import ROOT
         ("PRE_DRAIN", "-1", "between 0 and 1800"),
         ("PRE_DRAIN", "5000", "milliseconds"),
         ("DRAIN_DEADLINE", "abc", "must be a number"),
-        ("DRAIN_DEADLINE", "nan", "between 0 and 1800"),
-        ("DRAIN_DEADLINE", "inf", "between 0 and 1800"),
+        ("DRAIN_DEADLINE", "nan", "must be a number"),
+        ("DRAIN_DEADLINE", "inf", "must be a number"),
         ("TERMINATION_GRACE", "-0.1", "between 0 and 1800"),
         ("TERMINATION_GRACE", "x", "must be a number"),
         ("PORT", "80.5", "whole number"),
         ("PORT", "65536", "65535"),
         ("PROCESSES", "0", "greater than 0"),
         ("MAX_BODY_BYTES", "-1", "greater than 0"),
-        ("SEND_TIMEOUT", "nan", "greater than 0"),
+        ("SEND_TIMEOUT", "nan", "must be a number"),
         ("DEBUG", "maybe", "true or false"),
         ("LOG_LEVEL", "LOUD", "DEBUG"),
     ],
@@ -36,6 +38,23 @@ from tests.conftest import ROOT
 def test_bad_values_name_the_setting(name: str, value: str, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         ServerConfig.from_env({f"SLUICE_{name}": value})
+    assert f"SLUICE_{name}" in str(error.value)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("REQUEST_TIMEOUT", "inf", "must be a number"),
+        ("QUEUE_TIMEOUT", "0", "greater than 0"),
+        ("HISTORY_SIZE", "-1", "not be negative"),
+        ("MAX_RUNNING", "1.5", "whole number"),
+        ("DTYPE", "int4", "auto, float32"),
+    ],
+)
+def test_bad_values_of_the_core_name_the_setting(name: str, value: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config.from_env({f"SLUICE_{name}": value})
     assert f"SLUICE_{name}" in str(error.value)
     assert words in str(error.value)
 
