@@ -7,7 +7,7 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/platform
 MANAGE := $(PY) manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev model tools serve test test-upstream lint format bench bench-stream bench-engine soak mutants gpu-check clean
+.PHONY: help install install-dev model tools serve test test-upstream lint format bench bench-stream bench-engine bench-slow-readers soak prove-rollout prove-hosts mutants gpu-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -53,6 +53,17 @@ bench-stream: install-dev ## what the platform costs per token, beside servers t
 
 soak: install-dev model ## hours of mixed load and faults, then the audit; ARGS="--minutes 10"
 	@exec $(PY) -m benchmarks.soak $(ARGS)
+
+prove-rollout: install-dev ## rolling updates behind HAProxy under load: no answer may be lost
+	@scripts/ensure-tools haproxy
+	@exec $(PY) -m proofs.rollout $(ARGS)
+
+prove-hosts: install-dev ## hosts in network namespaces, cut off and healed under load (as root)
+	@scripts/ensure-tools haproxy iproute2:ip
+	@exec $(PY) -m proofs.hosts $(ARGS)
+
+bench-slow-readers: install-dev ## what clients that never read cost the server and everybody else
+	@exec $(PY) -m benchmarks.slow_readers $(ARGS)
 
 mutants: install-dev model ## break the code on purpose and see that a test fails
 	@exec $(PY) scripts/mutants.py $(ARGS)

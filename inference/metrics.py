@@ -105,6 +105,8 @@ REDIS_ERRORS = _counter("sluice_redis_errors", "Round trips to Redis that failed
 REAPED = _counter("sluice_reaped", "What reapers ended or put back, by what had gone wrong.", ["kind"])
 FAILOVERS = _counter("sluice_failovers", "Requests taken from a lost worker, by what became of them.", ["result"])
 SEND_PAUSED = _counter("sluice_send_paused_seconds", "Time that handlers waited for clients who did not read.")
+SLOW_CLIENTS = _counter("sluice_slow_clients", "Connections that were cut because their client did not read.")
+DEAD_PEERS = _counter("sluice_dead_peers", "WebSockets that were dropped because their client answered no ping.")
 
 _aliases: set[str] = set()
 

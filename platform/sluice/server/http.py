@@ -39,7 +39,16 @@ class SluiceRequest(WebRequest):
     def handle_reply(self, message: Any) -> None:
         if self.finished or self.channel is None:
             return
+        streams = message.get("type") == "http.response.body" and message.get("more_body", False)
+        if streams and self.chunked:
+            # Once per token of every stream: a chunk, and nothing else. The headers have gone out.
+            if data := message.get("body"):
+                self.sentLength += len(data)
+                self.channel.write(b"%x\r\n%b\r\n" % (len(data), data))
+            return
         starting = message.get("type") == "http.response.start" and not self._response_started
+        if hasattr(self.channel.transport, "prompt"):
+            self.channel.transport.prompt = streams
         super().handle_reply(message)
         if starting:
             self.registerProducer(self.gate, True)

@@ -22,6 +22,7 @@ from sluice.conf import ServerConfig
 from sluice.exchanges import ExchangeRegistry
 from sluice.server.drain import Drain
 from sluice.server.http import SluiceHTTPFactory
+from sluice.server.transport import Transport
 from sluice.server.websocket import SluiceWebSocketFactory
 from sluice.status import ServerStatus
 
@@ -127,7 +128,9 @@ class SluiceServer(Server):
         if self._on_start is not None:
             await self._on_start()
         for sock in self._sockets:
-            self._ports.append(reactor.adoptStreamPort(sock.fileno(), sock.family, self.http_factory))
+            port = reactor.adoptStreamPort(sock.fileno(), sock.family, self.http_factory)
+            port.transport = Transport
+            self._ports.append(port)
             sock.close()
         reactor.callLater(2, self.timeout_checker)
         self.accepting = True
@@ -265,6 +268,7 @@ class SluiceServer(Server):
                 await protocol.gate.wait_open()
         except TimeoutError:
             self.slow_clients += 1
+            metrics.SLOW_CLIENTS.inc()
             logger.warning(
                 "client has not read for %g s; its connection is cut",
                 self.config.send_timeout,

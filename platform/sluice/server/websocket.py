@@ -8,6 +8,7 @@ from typing import Any
 from daphne.ws_protocol import WebSocketFactory, WebSocketProtocol
 from twisted.internet import reactor
 
+from inference import metrics
 from sluice.server.gate import WriteGate
 
 #: A pong that the event loop was too busy to read gets so long to be found, seconds.
@@ -20,6 +21,7 @@ class SluiceWebSocketProtocol(WebSocketProtocol):
     def onConnect(self, request: Any) -> Any:
         self.gate = WriteGate()
         self._denial: tuple[int, dict[str, str]] | None = None
+        self._denial_body = b""
         self._reading_paused = False
         # Until now the HTTP channel of this connection was told when it is full.
         self.transport.unregisterProducer()
@@ -60,6 +62,7 @@ class SluiceWebSocketProtocol(WebSocketProtocol):
             headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in message.get("headers", [])}
             self._denial = (message["status"], headers)
         elif kind == "websocket.http.response.body":
+            self._denial_body += message.get("body", b"")
             if not message.get("more_body", False) and self.state == self.STATE_CONNECTING:
                 self.serverReject()
         else:
@@ -80,6 +83,11 @@ class SluiceWebSocketProtocol(WebSocketProtocol):
             code, headers = self._denial
         headers = {"content-length": "0", "connection": "close", **headers}
         super().failHandshake(reason, code, list(headers.items()))
+
+    def sendHttpErrorResponse(self, code: int, reason: str, responseHeaders: Any = None) -> None:
+        super().sendHttpErrorResponse(code, reason, responseHeaders)
+        if self._denial_body:
+            self.sendData(self._denial_body)
 
     def application_ended(self, exc: BaseException | None) -> None:
         """The application has returned; a socket that it left open is closed."""
@@ -119,6 +127,7 @@ class SluiceWebSocketProtocol(WebSocketProtocol):
     def _drop_unless_answered(self, waiting_for: bytes | None) -> None:
         if waiting_for is not None and self.autoPingPending == waiting_for and self.state == self.STATE_OPEN:
             self.server.dead_peers += 1
+            metrics.DEAD_PEERS.inc()
             super().onAutoPingTimeout()
 
 

@@ -1,0 +1,441 @@
+"""``make prove-hosts``: hosts in network namespaces, cut off, slowed and healed under load.
+
+Five hosts - a load balancer (HAProxy), two servers, two pools - and two for Redis, a primary and its replica,
+watched by three Sentinels (on the load balancer and beside each Redis); all settings are the defaults. The
+same load as in the rolling update runs from an eighth namespace. Each scenario disturbs, heals, waits until
+nothing is in flight, and audits. Prints a table of what clients got and how long they waited; exit status 1
+where a promise of ``docs/guarantees.md`` was broken. Where namespaces are not permitted it says so and exits 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from redis.exceptions import RedisError
+
+from benchmarks.processes import machine
+from inference.config import Config
+from inference.embedded import find_binary
+from inference.errors import StoreUnavailable
+from inference.messages import decode_ending
+from inference.redisio import Commander, connect
+from inference.store import RequestStore, StoreViews, audit
+from proofs import network
+from proofs.haproxy import HAProxy, version
+from proofs.load import VERDICTS, Answer, Load
+from proofs.network import Network, Unavailable
+from proofs.rollout import table
+from tests.faults.harness import Process, database
+from tests.support import eventually
+
+ROOT = Path(__file__).resolve().parent.parent
+ADDRESSES = {
+    "clients": "10.77.0.1", "edge": "10.77.0.2", "s1": "10.77.0.11", "s2": "10.77.0.12",
+    "p1": "10.77.0.21", "p2": "10.77.0.22", "r1": "10.77.0.31", "r2": "10.77.0.32",
+}  # fmt: skip
+SENTINELS = ("edge", "r1", "r2")
+PORT, REDIS_PORT, SENTINEL_PORT = 8000, 6379, 26379
+RATE = 25
+PROMPTS = [("a short answer", 20), ("an answer", 60), ("another answer", 100), ("a long answer", 200)]
+CLIENTS = ["sse"] * 3 + ["json"] * 2 + ["ws"] * 2 + ["ws-kept"] * 2 + ["resumable"] * 3
+#: A pool host is missed by then: heartbeat TTL and one look of a reaper (docs/guarantees.md), and what a busy
+#: machine adds until the next token has come.
+POOL_BOUND = 6.0 + 3.0
+#: With a Redis that is away for less than the outage limit, streams go on once it is back.
+OUTAGE_LIMIT = 15.0
+DELAY, LOSS = 0.1, 0.01
+
+
+@dataclass
+class Scenario:
+    """One disturbance: what was done, what clients got, and what was left.
+
+    Attributes:
+        promised: answers that were not whole, as the promises say of this disturbance.
+        broken: answers that were not whole and should have been.
+    """
+
+    name: str
+    answers: list[Answer] = field(default_factory=list)
+    tally: Counter[str] = field(default_factory=Counter)
+    promised: int = 0
+    broken: list[str] = field(default_factory=list)
+    quiet: float = 0.0
+    findings: list[str] = field(default_factory=list)
+    bound: float = 0.0
+    notes: str = ""
+
+    @property
+    def wait(self) -> float:
+        """The longest time without news in a stream that came whole, seconds."""
+        return max((a.wait for a in self.answers if a.done and a.kind != "json"), default=0.0)
+
+    def good(self) -> bool:
+        in_time = not self.bound or self.wait <= self.bound
+        return bool(self.answers) and not self.broken and not self.findings and in_time
+
+    def row(self) -> list[Any]:
+        moved = sum(a.moves > 0 and a.done for a in self.answers)
+        lost = max((a.wait for a in self.answers if not a.done), default=0.0)
+        bound = f"{self.bound:g}" if self.bound else "-"
+        return [
+            self.name, len(self.answers), self.tally["ok"], self.promised, len(self.broken), self.tally["duplicated"],
+            self.tally["wrong"], moved, f"{self.wait:.1f}", bound, f"{lost:.1f}" if lost else "-",
+            f"{self.quiet:.1f}", len(self.findings),
+            "ok" if self.good() else "**WRONG**",
+        ]  # fmt: skip
+
+
+HEAD = [
+    "what is done", "asked", "whole", "lost, as promised", "lost otherwise", "duplicated", "wrong",
+    "read on elsewhere", "longest wait, s", "bound, s", "known lost after, s", "quiet after, s", "findings", "",
+]  # fmt: skip
+
+
+class Hosts:
+    """The deployment, one process list for all hosts."""
+
+    def __init__(self, folder: Path, control: Path, prefix: str) -> None:
+        self.folder = folder
+        self.control = control
+        self.prefix = prefix
+        self.processes: dict[str, Process] = {}
+        self.key = ""
+        self.env = {
+            "REDIS_URL": "redis+sentinel://"
+            + ",".join(f"{ADDRESSES[h]}:{SENTINEL_PORT}" for h in SENTINELS) + "/main",
+            "SLUICE_MODELS": f"scripted=scripted:rate={RATE},context=20000,slots=16",
+            "SLUICE_HISTORY_SIZE": "1000000",
+            "SLUICE_DEVICES": "cpu",
+            "SLUICE_ALLOWED_HOSTS": "*",
+            "SLUICE_DEBUG": "1",
+            "DJANGO_SETTINGS_MODULE": "sluice.settings",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}",
+        }  # fmt: skip
+        self.proxy = HAProxy(
+            folder, PORT, [f"{h} {ADDRESSES[h]}:{PORT} check" for h in ("s1", "s2")], address=ADDRESSES["edge"],
+            inter="1s", connect="1s", options="on-marked-down shutdown-sessions", retries=2,
+        )  # fmt: skip
+
+    def spawn(self, name: str, host: str, command: list[str]) -> Process:
+        full = ["ip", "netns", "exec", self.prefix + host, *command]
+        self.processes[name] = Process(full, {**os.environ, **self.env}, self.folder / f"{name}.log")
+        return self.processes[name]
+
+    def change(self, host: str, **wanted: Any) -> None:
+        network.change(self.control, port=host, **wanted)
+
+    async def start(self) -> Load:
+        """Everything up and serving, and the answers learnt."""
+        self.env["DATABASE_URL"], self.key = await asyncio.to_thread(database, self.folder)
+        await self._start_redis()
+        manage = [sys.executable, str(ROOT / "manage.py")]
+        for host in ("p1", "p2"):
+            self.spawn(host, host, [*manage, "runworker"])
+        for host in ("s1", "s2"):
+            self.spawn(host, host, [*manage, "serve", "--host", "0.0.0.0", "--port", str(PORT)])
+        self.spawn("haproxy", "edge", self.proxy.command)
+        config = Config.from_env(self.env)
+        self.redis = Commander(lambda: connect(config.redis_url, timeout=5.0, client_name="proof"), name="proof")
+        self.redis.start()
+        self.store = RequestStore(self.redis, config)
+        self.views = StoreViews(self.redis, self.store.keys)
+        await eventually(self.serves, 60, every=0.2, what="both servers and both workers serve")
+        load = Load(f"http://{ADDRESSES['edge']}:{PORT}", self.key, CLIENTS, PROMPTS)
+        await load.learn()
+        return load
+
+    async def _start_redis(self) -> None:
+        valkey = find_binary()
+        for host in ("r1", "r2"):
+            command = [valkey, "--port", str(REDIS_PORT), "--bind", "0.0.0.0", "--protected-mode", "no", "--save", "",
+                       "--appendonly", "no", "--dir", str(self.folder), "--dbfilename", f"{host}.rdb"]  # fmt: skip
+            if host == "r2":
+                command += ["--replicaof", ADDRESSES["r1"], str(REDIS_PORT)]
+            self.spawn(f"redis-{host}", host, command)
+        for host in SENTINELS:
+            path = self.folder / f"sentinel-{host}.conf"
+            path.write_text(
+                f"port {SENTINEL_PORT}\nbind 0.0.0.0\nprotected-mode no\ndir {self.folder}\n"
+                f"sentinel monitor main {ADDRESSES['r1']} {REDIS_PORT} 2\n"
+                "sentinel down-after-milliseconds main 2000\nsentinel failover-timeout main 10000\n"
+            )
+            self.spawn(f"sentinel-{host}", host, [valkey, str(path), "--sentinel"])
+        await eventually(self._sentinels_agree, 30, every=0.2, what="three Sentinels know a primary with a replica")
+
+    async def _sentinels_agree(self) -> bool:
+        rows = [await self.ask_sentinel(host, "SENTINEL", "MASTER", "main") for host in SENTINELS]
+        return all(r.get(b"num-slaves") == b"1" and r.get(b"num-other-sentinels") == b"2" for r in rows)
+
+    async def ask_sentinel(self, host: str, *command: str) -> Any:
+        """A Sentinel's answer; a reply of pairs as a dict, empty where it does not answer."""
+        client = connect(f"redis://{ADDRESSES[host]}:{SENTINEL_PORT}/0", timeout=2.0, client_name="proof")
+        try:
+            client.response_callbacks.clear()
+            reply = await client.execute_command(*command)
+        except (OSError, RedisError):
+            return {}  # not up yet; whoever waits has a deadline
+        finally:
+            await client.aclose()
+        return dict(zip(reply[::2], reply[1::2], strict=False)) if isinstance(reply, list) else reply
+
+    async def primary(self) -> str:
+        """The host that the Sentinel on the load balancer takes for the primary."""
+        reply = await self.ask_sentinel("edge", "SENTINEL", "GET-MASTER-ADDR-BY-NAME", "main")
+        address = next(iter(reply), b"").decode() if reply else ""
+        return next((h for h, a in ADDRESSES.items() if a == address), "")
+
+    async def serves(self) -> bool:
+        """Both workers beat, and the load balancer takes both servers for ready."""
+        try:
+            ready = [w for w in await self.views.workers() if w.state == "ready"]
+            return len(ready) == 2 and await self.proxy.up("s1") and await self.proxy.up("s2")
+        except (StoreUnavailable, OSError):
+            return False
+
+    async def quiet(self) -> bool:
+        """No record, and no worker that holds or runs anything."""
+        try:
+            workers = await self.views.workers()
+            held = sum(w.held + w.stats.running + w.stats.waiting for w in workers)
+            return await self.views.count() == 0 and held == 0 and len(workers) == 2
+        except StoreUnavailable:
+            return False
+
+    async def endings(self) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {}
+        for raw in await self.redis.call("LRANGE", self.store.keys.history, 0, -1):
+            ending = decode_ending(raw)
+            found.setdefault(ending.id, []).append(ending)
+        return found
+
+    async def server_id(self, host: str) -> str:
+        pid = self.processes[host].pid
+        return next(s.id for s in await self.views.servers() if s.pid == pid)
+
+    def destroy(self) -> None:
+        for process in self.processes.values():
+            process.destroy()
+
+
+Allowed = Callable[[Answer, str, dict[str, list[Any]]], bool]
+
+
+def nothing_lost(answer: Answer, verdict: str, endings: dict[str, list[Any]]) -> bool:
+    return False
+
+
+class Proof:
+    """Scenarios one after the other on the same deployment."""
+
+    def __init__(self, hosts: Hosts, load: Load, args: argparse.Namespace) -> None:
+        self.hosts = hosts
+        self.load = load
+        self.args = args
+        self.done: list[Scenario] = []
+
+    async def play(
+        self, name: str, act: Callable[[], Awaitable[str | None]], *, allowed: Allowed = nothing_lost,
+        bound: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Load, disturbance, healing; then quiet, audit and the judgement of every answer."""
+        if self.args.only and not any(part in name for part in self.args.only):
+            return
+        first = len(self.load.answers)
+        self.load.start()
+        await asyncio.sleep(3.0)
+        notes = await act()
+        await eventually(self.hosts.serves, 60, every=0.2, what="all serve again")
+        await asyncio.sleep(3.0)
+        await self.load.stop()
+        scenario = Scenario(name, self.load.answers[first:], bound=bound, notes=notes or "")
+        began = time.monotonic()
+        try:
+            await eventually(self.hosts.quiet, 75, every=0.2, what="nothing in flight")
+        except AssertionError as exc:
+            scenario.findings.append(str(exc))
+        scenario.quiet = time.monotonic() - began
+        await asyncio.sleep(1.5)  # the next heartbeats, so that the audit sees what is, not what was
+        await self._judge(scenario, allowed)
+        self.done.append(scenario)
+        print("  " + ", ".join(f"{h} {v}" for h, v in zip(HEAD, scenario.row(), strict=True)), flush=True)
+        for line in scenario.broken + scenario.findings + [n for n in [scenario.notes] if n]:
+            print("    " + line, flush=True)
+
+    async def _judge(self, scenario: Scenario, allowed: Allowed) -> None:
+        report = await audit(self.hosts.store)
+        scenario.findings += report.findings
+        if report.records:
+            scenario.findings.append(f"{report.records} records are left")
+        endings = await self.hosts.endings()
+        scenario.findings += [f"{i} ended {len(e)} times" for i, e in endings.items() if len(e) > 1]
+        for answer in scenario.answers:
+            verdict = self.load.verdict(answer)
+            scenario.tally[verdict] += 1
+            if verdict == "ok":
+                continue
+            if verdict in VERDICTS[1:3] and allowed(answer, verdict, endings):
+                scenario.promised += 1
+            else:
+                scenario.broken.append(
+                    f"{verdict}: {answer.kind} {answer.id or '(no id)'}: {answer.error} "
+                    f"after {len(answer.text)} characters, {answer.ended - answer.began:.1f} s"
+                )
+
+    # -- what is done ----------------------------------------------------------------------------------
+
+    async def nothing(self) -> None:
+        await asyncio.sleep(self.args.hold)
+
+    async def cut_pool(self) -> str:
+        pid = {w.pid for w in await self.hosts.views.workers()}
+        self.hosts.change("p1", cut=True)
+        await asyncio.sleep(self.args.hold)
+        self.hosts.change("p1", cut=False)
+        await eventually(self.hosts.serves, 60, every=0.2, what="the pool's worker is seen again")
+        back = {w.pid for w in await self.hosts.views.workers()}
+        return f"the worker that came back is {'the same process' if back == pid else 'another process'}"
+
+    async def cut_server(self) -> None:
+        self.hosts.change("s1", cut=True)
+        await asyncio.sleep(self.args.hold)
+        self.hosts.change("s1", cut=False)
+
+    async def slow_all(self) -> None:
+        names = [h for h in ADDRESSES if h != "clients"]
+        for host in names:
+            self.hosts.change(host, delay=DELAY, loss=LOSS)
+        await asyncio.sleep(self.args.hold * 1.5)
+        for host in names:
+            self.hosts.change(host, delay=0.0, loss=0.0)
+
+    async def fail_redis(self) -> str:
+        old = await self.hosts.primary()
+        new = "r2" if old == "r1" else "r1"
+        began = time.monotonic()
+        self.hosts.change(old, cut=True)
+
+        async def promoted() -> bool:
+            return await self.hosts.primary() == new
+
+        await eventually(promoted, 30, every=0.1, what="Sentinel has promoted the replica")
+        took = time.monotonic() - began
+        await asyncio.sleep(self.args.hold)
+        self.hosts.change(old, cut=False)
+        client = connect(f"redis://{ADDRESSES[old]}:{REDIS_PORT}/0", timeout=2.0, client_name="proof")
+
+        async def demoted() -> bool:
+            return (await client.execute_command("ROLE"))[0] in (b"slave", b"replica")
+
+        try:
+            await eventually(demoted, 30, every=0.2, what="the old primary is a replica")
+        finally:
+            await client.aclose()
+        return f"Sentinel had promoted the replica after {took:.1f} s"
+
+
+async def play_all(hosts: Hosts, load: Load, args: argparse.Namespace) -> Proof:
+    proof = Proof(hosts, load, args)
+    s1 = await hosts.server_id("s1")
+
+    def with_their_server(answer: Answer, verdict: str, endings: dict[str, list[Any]]) -> bool:
+        """Plain requests of the lost server; those that had not begun, and JSON, tell no id."""
+        served = endings.get(answer.id)
+        return answer.kind != "resumable" and (not answer.id or (served is not None and served[0].server == s1))
+
+    def refused_at_the_door(answer: Answer, verdict: str, endings: dict[str, list[Any]]) -> bool:
+        """New requests while no Redis answers: told so, nothing of them was begun."""
+        return verdict == "failed" and answer.told and not answer.text
+
+    await proof.play("nothing", proof.nothing)
+    await proof.play("a pool's host is cut off, and comes back", proof.cut_pool, bound=POOL_BOUND)
+    await proof.play("a server's host is cut off, and comes back", proof.cut_server, allowed=with_their_server)
+    await proof.play("100 ms delay and 1 % loss, each host", proof.slow_all, bound=POOL_BOUND)
+    await proof.play(
+        "Redis' primary is cut off: failover; it comes back", proof.fail_redis, allowed=refused_at_the_door,
+        bound=OUTAGE_LIMIT,
+    )  # fmt: skip
+    await proof.play("nothing, after all that", proof.nothing)
+    return proof
+
+
+async def inside(args: argparse.Namespace) -> bool:
+    """In the clients' namespace: build the deployment, play, print."""
+    folder = Path(args.folder)
+    hosts = Hosts(folder, Path(args.control), args.prefix)
+    try:
+        load = await hosts.start()
+        proof = await play_all(hosts, load, args)
+        await load.client.aclose()
+        logs = [p.log() for n, p in hosts.processes.items() if n in ("s1", "s2", "p1", "p2")]
+        await hosts.redis.stop()
+    except (AssertionError, SystemExit, httpx.HTTPError):
+        for name, process in hosts.processes.items():
+            print(f"--- {name}\n{process.log()[-1500:]}", file=sys.stderr)
+        raise
+    finally:
+        hosts.destroy()
+        if args.keep_logs:
+            shutil.copytree(folder, args.keep_logs, dirs_exist_ok=True, ignore=lambda _, names: [
+                n for n in names if not n.endswith(".log")])  # fmt: skip
+    traces = sum(log.count("Traceback") for log in logs)
+    print("\n" + table(HEAD, [s.row() for s in proof.done]))
+    for scenario in proof.done:
+        if scenario.notes:
+            print(f"{scenario.name}: {scenario.notes}.")
+    print(f"tracebacks in the logs of servers and pools: {traces}")
+    return bool(proof.done) and all(s.good() for s in proof.done) and not traces
+
+
+def outside(args: argparse.Namespace, argv: list[str]) -> int:
+    """Make the namespaces, run this module again in one of them, take them down."""
+    with tempfile.TemporaryDirectory(prefix="sluice-hosts-") as folder:
+        try:
+            missing = network.netem()
+            with Network(ADDRESSES, Path(folder)) as net:
+                print(f"{machine()}; {version()}")
+                said = f"tc says {missing!r}, so it is not netem" if missing else "not netem, though this kernel has it"
+                print(f"{len(ADDRESSES)} namespaces; delay and loss are made by proofs/switch.py ({said})", flush=True)
+                command = [
+                    "ip", "netns", "exec", net.namespace("clients"), sys.executable, "-m", "proofs.hosts", "--inside",
+                    "--folder", folder, "--control", str(net.control), "--prefix", net.namespace(""), *argv,
+                ]  # fmt: skip
+                return subprocess.run(command).returncode
+        except Unavailable as exc:
+            print(f"skipped: network namespaces cannot be made here ({exc})")
+            return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of ``make prove-hosts``."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="prove-hosts", description=__doc__)
+    parser.add_argument(
+        "--hold", type=float, default=12.0, help="how long each disturbance lasts, seconds (default 12)"
+    )
+    parser.add_argument("--only", action="append", help="play scenarios with this in their name; repeatable")
+    parser.add_argument("--keep-logs", help="folder to copy the logs to")
+    for hidden in ("--folder", "--control", "--prefix"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if not args.inside:
+        return outside(args, argv)
+    return 0 if asyncio.run(inside(args)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
