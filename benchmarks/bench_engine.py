@@ -89,7 +89,7 @@ class Bare:
     def __init__(self, engine: TransformersEngine) -> None:
         from transformers import ContinuousBatchingConfig
 
-        ours = engine._manager.continuous_batching_config
+        ours = engine._batching.manager.continuous_batching_config
         model = engine._loaded.model
         self.manager = model.init_continuous_batching(
             greedy_config(),

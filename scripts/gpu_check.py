@@ -86,7 +86,7 @@ def attention(check: Check) -> str:
     async def run() -> str:
         rig = await _rig(check.tiny, check.device, dtype="auto")
         engine = rig.engine
-        settings = engine._manager.continuous_batching_config
+        settings = engine._batching.manager.continuous_batching_config
         jobs = [_job(f"a{i}", max_tokens=40, temperature=i % 2, top_p=0.9) for i in range(8)]
         answers = await rig.run_all(jobs)
         assert all(len(answer.ids) == 40 for answer in answers)
@@ -104,12 +104,12 @@ def graphs(check: Check) -> str:
     """With CUDA graphs forced on, every request keeps its own sampling parameters."""
 
     async def answers(force: bool) -> list[list[int]]:
-        from inference.engine.transformers import engine as module
+        from inference.engine.transformers import loop as module
 
         original = module.batching_config
 
-        def forced(*args: Any) -> Any:
-            settings = original(*args)
+        def forced(*args: Any, **named: Any) -> Any:
+            settings = original(*args, **named)
             settings.use_cuda_graph = force
             settings.q_padding_interval_size, settings.kv_padding_interval_size = 16, 256
             return settings
@@ -147,7 +147,7 @@ def memory(check: Check) -> str:
         rig = await _rig(check.tiny, check.device)
         await rig.run_all([_job(f"a{i}", max_tokens=60) for i in range(16)])
         weights = sum(p.numel() * p.element_size() for p in rig.engine._loaded.model.parameters())
-        planned = weights + rig.engine._cache.cache_tensor.numel()
+        planned = weights + rig.engine._batching.cache.cache_tensor.numel()
         taken = torch.cuda.memory_allocated(check.device) - before
         await rig.engine.close()
         rig.engine.__dict__.clear()

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 
+from inference.config import ModelSpec
 from inference.errors import ConfigError
 
-_DEVICE = re.compile(r"cpu|cuda:\d+(\+cuda:\d+)*")
+_DEVICE = re.compile(r"cpu(\+cpu)*|cuda:\d+(\+cuda:\d+)*")
 
 
 def parse_devices(text: str) -> list[str]:
     """``auto``, ``cpu`` or ``cuda:0,cuda:1``; ``cuda:0+cuda:1`` is one worker over two devices.
 
+    (``cpu+cpu`` is that without a GPU: two processes that share a model.)
+
     Raises:
-        ConfigError: a name that is none of these.
+        ConfigError: a name that is none of these, or a device twice in one worker.
     """
     if text.strip() == "auto":
         return [f"cuda:{i}" for i in range(cuda_count())] or ["cpu"]
@@ -23,9 +27,27 @@ def parse_devices(text: str) -> list[str]:
     for device in devices:
         if not _DEVICE.fullmatch(device):
             raise ConfigError(f"--devices: {device!r} is none of auto, cpu, cuda:<n>, cuda:<n>+cuda:<m>")
+        parts = device.split("+")
+        if "cpu" not in parts and len(set(parts)) < len(parts):
+            raise ConfigError(f"--devices: {device!r} names a device twice")
     if not devices:
         raise ConfigError("--devices is empty; use auto")
     return devices
+
+
+def check_sharing(devices: Sequence[str], specs: Sequence[ModelSpec]) -> None:
+    """See that a worker over several devices has what it can spread over them: one transformers model.
+
+    Raises:
+        ConfigError: other models, or several.
+    """
+    for device in devices:
+        if "+" in device and [s.engine for s in specs] != ["transformers"]:
+            named = ", ".join(f"{s.alias} ({s.engine})" for s in specs)
+            raise ConfigError(
+                f"--devices: a worker on {device} spreads one transformers model over its devices; this pool "
+                f"serves {named}. Start a pool for each model (runworker --models ALIAS --devices ...)"
+            )
 
 
 def cuda_count() -> int:
@@ -42,8 +64,8 @@ def cuda_count() -> int:
 
 def environment(device: str) -> dict[str, str]:
     """Variables that show a worker its device and no other, and the name it has there."""
-    if device == "cpu":
-        return {"CUDA_VISIBLE_DEVICES": "", "SLUICE_WORKER_DEVICE": "cpu"}
+    if device.startswith("cpu"):
+        return {"CUDA_VISIBLE_DEVICES": "", "SLUICE_WORKER_DEVICE": device}
     numbers = [part.removeprefix("cuda:") for part in device.split("+")]
     outer = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
     shown = [outer[int(n)] if int(n) < len(outer) else n for n in numbers]

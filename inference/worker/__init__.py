@@ -1,5 +1,1 @@
-"""A worker: one process, one device, one engine per model it serves."""
-
-from inference.worker.worker import Worker
-
-__all__ = ["Worker"]
+"""A worker: one process, one device (or one group of them), one engine per model it serves."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import logging
 import os
 import signal
-import sys
 from typing import TYPE_CHECKING, Any
+
+from inference.parent import die_with_parent
 
 if TYPE_CHECKING:
     from inference.worker.worker import Worker
@@ -24,16 +24,6 @@ logger = logging.getLogger("sluice.worker")
 
 FATAL = 70
 """Exit status after an engine failure."""
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends, however that happens (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(FATAL)
 
 
 class _Process:
@@ -107,7 +97,7 @@ class _Process:
 
     async def load(self, worker: Worker, config: Any) -> Any:
         from inference.engine.factory import make_engine, make_tokenizer
-        from inference.worker.worker import Served
+        from inference.worker.heartbeat import Served
 
         specs = {s.alias: s for s in config.model_specs()}
         served = {}

@@ -4,57 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 import msgspec
 
 from inference import metrics, tracing
-from inference.config import Config, host_name
-from inference.endings import log_ending
-from inference.engine.base import Engine, EngineOutput
+from inference.config import Config
+from inference.engine.base import EngineOutput
 from inference.errors import EngineDied, Overloaded, SluiceError, StoreUnavailable, TooLarge
-from inference.lifecycle import Outcome, Reason
-from inference.messages import (
-    Abort,
-    Ending,
-    EngineStats,
-    ModelInfo,
-    Moved,
-    WorkerBeat,
-    WorkerCommand,
-    decode_worker_message,
-    encode,
-)
+from inference.messages import Abort, Moved, WorkerBeat, WorkerCommand, decode_worker_message
 from inference.redisio import Commander, Subscriber, connect
 from inference.store import RequestStore
 from inference.store.records import Claim
-from inference.text import TokenBytes
-from inference.version import VERSION
+from inference.worker.heartbeat import Heartbeat, Identity, Served
 from inference.worker.outbox import Outbox
 from inference.worker.sequence import Sequence
-from inference.worker.usage import device_bytes, resident_bytes
+from inference.worker.upkeep import Upkeep
 
 logger = logging.getLogger("sluice.worker")
-
 
 _HEAD_START = 0.001
 _LONGEST_HEAD_START = 0.01
 """Seconds by which a worker holds back a claim, per request that it holds, and at most."""
-
-
-class Served:
-    """One model of this worker."""
-
-    __slots__ = ("engine", "info", "steps", "tokenizer")
-
-    def __init__(self, engine: Engine, info: ModelInfo, tokenizer: TokenBytes | None) -> None:
-        self.steps = metrics.StepClock(info.alias)
-        self.engine = engine
-        self.info = info
-        self.tokenizer = tokenizer
 
 
 class Worker:
@@ -79,14 +52,9 @@ class Worker:
         self.id = worker_id
         self.config = config
         self.state = "starting"
-        self._pool = pool
-        self._device = device
-        self._aliases = list(aliases)
-        metrics.know(self._aliases)
-        self._restarts = restarts
-        self._on_beat = on_beat
+        metrics.know(list(aliases))
+        self._identity = Identity(worker_id, pool, device, list(aliases), restarts, int(time.time() * 1000))
         self._on_fatal = on_fatal
-        self._started_ms = int(time.time() * 1000)
         self._models: dict[str, Served] = {}
         self._held: dict[str, Sequence] = {}
         self._wake = asyncio.Event()
@@ -94,14 +62,20 @@ class Worker:
         self._empty.set()
         self._tasks: list[asyncio.Task[None]] = []
         self._loose: set[asyncio.Task[None]] = set()
-        self._strays: set[str] = set()
-        self.strays = 0
-        """Requests found that named this worker without its knowing: none, unless replies were lost."""
         self._stopping = False
         dial = lambda: connect(config.redis_url, timeout=config.redis_timeout, client_name=f"sluice-{worker_id}")  # noqa: E731
         self.redis = Commander(dial, name=worker_id)
         self.store = RequestStore(self.redis, config)
         self._outbox = Outbox(self.store, worker_id, self._odd, self._watch)
+        self._heartbeat = Heartbeat(self.store, config, self.beat, on_beat, self._loosely)
+        self._upkeep = Upkeep(
+            self.store,
+            worker_id,
+            interval=config.check_interval,
+            held=self._held.keys,
+            unsent=self._outbox.ids,
+            abort=self._abort,
+        )
         k = self.store.keys
         self._subscriber = Subscriber(
             dial,
@@ -117,24 +91,24 @@ class Worker:
     async def start(self) -> None:
         """Begin to beat (as ``starting``)."""
         self.redis.start()
-        self._spawn(self._beats(), "beats")
+        self._beats = self._spawn(self._heartbeat.run(), "beats")
 
     async def serve(self, models: dict[str, Served]) -> None:
         """Announce the models and claim requests until :meth:`drain` is done."""
-        self._models = models
+        self._models.update(models)
         self.state = "ready"
         self._outbox.start()
         self._subscriber.start()
-        await self._beat()
+        await self._heartbeat.send()
         self._spawn(self._claims(), "claims")
-        self._spawn(self._checks(), "checks")
+        self._spawn(self._upkeep.run(), "checks")
 
     async def drain(self, timeout: float) -> None:
         """Stop claiming; finish what is held within ``timeout`` seconds, hand the rest back."""
         self.state = "draining"
         try:
             async with asyncio.timeout(timeout):
-                await self._beat()
+                await self._heartbeat.send()
                 await self._empty.wait()
                 await self._outbox.wait_flushed()
         except TimeoutError:
@@ -145,26 +119,23 @@ class Worker:
     async def stop(self) -> None:
         """Leave: nothing is claimed or held any more."""
         self._stopping = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await _end(task for task in self._tasks if task is not self._beats)
         await self._outbox.stop()
         await self._subscriber.stop()
         for served in self._models.values():
             await served.engine.close()
-        k = self.store.keys
+        await _end([self._beats])  # last: closing takes a while, and who falls silent is taken for frozen
         try:
             async with asyncio.timeout(1.0):
-                await self.redis.call("DEL", k.worker_beat(self.id))
-                if not await self.redis.call("EXISTS", k.of_worker(self.id)):
-                    await self.redis.call("SREM", k.workers, self.id)
+                await self._heartbeat.withdraw(self.id)
         except (StoreUnavailable, TimeoutError):
             logger.info("leaving without a word: Redis does not answer")
         await self.redis.stop()
 
     async def _hand_back(self) -> None:
         """Put everything held back into the queue; another worker goes on from the log."""
-        held, self._held = dict(self._held), {}
+        held = dict(self._held)
+        self._held.clear()
         for request_id, seq in held.items():
             self._models[seq.job.model].engine.abort(request_id)
         try:
@@ -176,10 +147,11 @@ class Worker:
             logger.warning("could not hand back %d requests; a reaper does", len(held))
         self._empty.set()
 
-    def _spawn(self, coro: object, name: str) -> None:
+    def _spawn(self, coro: object, name: str) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(coro, name=name)  # type: ignore[arg-type]
         task.add_done_callback(self._watch)
         self._tasks.append(task)
+        return task
 
     def _watch(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None and not self._stopping:
@@ -188,67 +160,14 @@ class Worker:
             logger.critical("the worker's task %s has failed", task.get_name(), exc_info=error)
             self._on_fatal(error)
 
-    # -- heartbeat ---------------------------------------------------------------------------------
-
-    async def _beats(self) -> None:
-        steps, moved = -1, time.monotonic()
-        sending: asyncio.Task[None] | None = None
-        while True:
-            stats = self._stats()
-            if stats.steps != steps or not stats.running:
-                steps, moved = stats.steps, time.monotonic()
-            elif time.monotonic() - moved > self.config.stall_timeout:
-                raise EngineDied(f"no engine step for {self.config.stall_timeout:.0f} s with {stats.running} running")
-            # The supervisor hears that this loop turns, whether or not Redis answers meanwhile.
-            self._on_beat()
-            if sending is None or sending.done():
-                sending = self._loosely(self._try_beat())
-            await asyncio.sleep(self.config.heartbeat_interval)
-
-    async def _try_beat(self) -> None:
-        try:
-            await self._beat()
-        except StoreUnavailable:
-            logger.debug("no heartbeat: Redis does not answer")
-        except SluiceError:
-            logger.exception("no heartbeat", extra={"event": "beat_failed"})
-
-    async def _beat(self) -> None:
-        k = self.store.keys
-        await asyncio.gather(
-            self.redis.call(
-                "SET", k.worker_beat(self.id), encode(self.beat()), "PX", round(self.config.heartbeat_ttl * 1000)
-            ),
-            self.redis.call("SADD", k.workers, self.id),
-        )
-
     def beat(self) -> WorkerBeat:
-        infos = [m.info for m in self._models.values()]
-        if not infos:
-            infos = [ModelInfo(a, "", 0, 0, 0) for a in self._aliases]
-        return WorkerBeat(
-            id=self.id,
-            pool=self._pool,
-            host=host_name(),
-            pid=os.getpid(),
-            device=self._device,
-            state=self.state,  # type: ignore[arg-type]
-            models=infos,
-            stats=self._stats(),
-            started_ms=self._started_ms,
-            version=VERSION,
-            restarts=self._restarts,
-            held=len(self._held),
-            rss_bytes=resident_bytes(),
-            device_bytes=device_bytes(),
-        )
+        """The heartbeat of this moment."""
+        return self._identity.beat(self.state, self._models, len(self._held))
 
-    def _stats(self) -> EngineStats:
-        each = [m.engine.stats() for m in self._models.values()]
-        if len(each) == 1:
-            return each[0]
-        total = {f: sum(getattr(s, f) for s in each) for f in EngineStats.__struct_fields__}
-        return msgspec.convert(total, EngineStats)
+    @property
+    def strays(self) -> int:
+        """Requests found that named this worker without its knowing: none, unless replies were lost."""
+        return self._upkeep.strays
 
     # -- claiming ----------------------------------------------------------------------------------
 
@@ -278,7 +197,7 @@ class Worker:
                 return
             refused = [c for c in claims if not self._start(c, served)]
             for claim in refused:
-                await self._unclaim(claim.id)
+                await self._upkeep.unclaim(claim.id)
             if not claims or refused:
                 return
             free = served.engine.free_slots()
@@ -308,13 +227,6 @@ class Worker:
             self._forget(claim.id)
             self._outbox.put([seq.close("error", str(exc))])
         return True
-
-    async def _unclaim(self, request_id: str) -> None:
-        try:
-            await self.store.requeue(request_id, worker=self.id, lost=False)
-        except StoreUnavailable:
-            # It still names this worker: the periodic check tries again.
-            logger.warning("request %s could not be handed back", request_id, extra={"request_id": request_id})
 
     # -- what the engine gives -----------------------------------------------------------------------
 
@@ -411,29 +323,11 @@ class Worker:
         elif word == "gap":
             # Goes back to the queue, and on from what its log still has.
             self._abort(request_id)
-            self._loosely(self._unclaim(request_id))
+            self._loosely(self._upkeep.unclaim(request_id))
         elif word == "moved" and request_id in self._held:
             self._held[request_id].server = server
         elif word == "detached":
-            self._loosely(self._settle_detached(request_id))
-
-    async def _settle_detached(self, request_id: str) -> None:
-        """Its last frame is logged and nobody reads it: end it here, keeping the log for its time."""
-        try:
-            finish = await self.redis.call("HGET", self.store.keys.request(request_id), "finish")
-            if finish is None:
-                return
-            word = finish.decode()
-            done = word in ("stop", "length")
-            outcome = Outcome.finished(word) if done else Outcome.failed(Reason.ENGINE_ERROR)
-            self._count(await self.store.settle(request_id, outcome, guard=("server", "")))
-        except StoreUnavailable:
-            logger.info("request %s is left to the reaper", request_id, extra={"request_id": request_id})
-
-    def _count(self, ending: Ending | None) -> None:
-        if ending is not None:
-            log_ending(ending)
-            metrics.ended(ending)
+            self._loosely(self._upkeep.settle_detached(request_id))
 
     def _loosely(self, coro: object) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(coro)  # type: ignore[arg-type]
@@ -441,36 +335,9 @@ class Worker:
         task.add_done_callback(self._loose.discard)
         return task
 
-    async def _checks(self) -> None:
-        """Once per ``check_interval``: what is held and no longer ours, and what is ours and not held."""
-        while True:
-            await asyncio.sleep(self.config.check_interval)
-            ids = list(self._held)
-            try:
-                lengths = await self.store.held(ids, "worker", self.id)
-                await self._find_strays()
-                for ending in await self.store.recover():
-                    self._count(ending)
-            except StoreUnavailable:
-                continue
-            for request_id, length in zip(ids, lengths, strict=True):
-                if length < 0:
-                    self._abort(request_id)
 
-    async def _find_strays(self) -> None:
-        """Requests that name this worker, twice in a row, although it does not hold them.
-
-        The reply to their claim was lost, or a claim reached Redis long after its
-        connection was given up. They go back to the queue.
-        """
-        members = {m.decode() for m in await self.redis.call("SMEMBERS", self.store.keys.of_worker(self.id))}
-        found = members - self._held.keys() - self._outbox.ids() if self.state != "starting" else set()
-        for request_id in found & self._strays:
-            self.strays += 1
-            logger.warning(
-                "request %s was never received: back to the queue",
-                request_id,
-                extra={"event": "stray_claim", "request_id": request_id},
-            )
-            await self._unclaim(request_id)
-        self._strays = found
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)

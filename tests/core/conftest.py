@@ -14,8 +14,8 @@ from inference.engine.factory import make_engine, make_tokenizer
 from inference.gateway import Gateway, RequestSpec, RequestStream
 from inference.messages import Ending, Frame, Job, SamplingParams
 from inference.store import AuditReport, audit
-from inference.worker import Worker
-from inference.worker.worker import Served
+from inference.worker.heartbeat import Served
+from inference.worker.worker import Worker
 from tests.support import eventually
 
 _ids = itertools.count(1)

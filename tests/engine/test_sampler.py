@@ -26,7 +26,7 @@ def generation(
 ) -> Generation:
     params = {"max_tokens": 1000, "temperature": 0.0, "seed": 1, **params}
     job = Job(f"job-{params['seed']}", "m", prompt or [1, 2, 3], SamplingParams(**params))
-    return Generation("k", job, resumed or [], eos_ids=frozenset({EOS}), vocab_size=vocabulary)
+    return Generation(job, resumed or [], eos_ids=frozenset({EOS}), vocab_size=vocabulary)
 
 
 def logits(rows: int = 1, vocabulary: int = VOCABULARY, seed: int = 0, scale: float = 3.0) -> torch.Tensor:

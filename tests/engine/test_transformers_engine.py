@@ -178,8 +178,8 @@ async def test_fits_goes_by_the_next_stretch_of_what_is_running(make_rig: Callab
 async def test_answers_that_outgrow_the_cache_together_pause_but_do_not_change(
     make_rig: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("inference.engine.transformers.engine.STRETCH", 16)
-    monkeypatch.setattr("inference.engine.transformers.engine.RENEW_BELOW", 4)
+    monkeypatch.setattr("inference.engine.transformers.admission.STRETCH", 16)
+    monkeypatch.setattr("inference.engine.transformers.admission.RENEW_BELOW", 4)
     rig = await make_rig(cache_tokens=640, max_running=8)
     jobs = [job(f"a{i}", [97 + i] * 30, max_tokens=250, ignore_eos=True, seed=i, **params) for i in range(6)]
     solo = [await rig.run(Job(f"solo{each.id}", "tiny", each.prompt_ids, each.params)) for each in jobs]
@@ -210,7 +210,8 @@ def watch_cancels(engine: Any) -> tuple[dict[str, int], dict[str, int]]:
     """After how many steps each cancel was asked for, and after how many its cache was free."""
     asked: dict[str, int] = {}
     freed: dict[str, int] = {}
-    manager, scheduler = engine._manager, engine._manager.batch_processor.scheduler
+    manager = engine._batching.manager
+    scheduler = manager.batch_processor.scheduler
     cancel, report = manager.cancel_request, scheduler.on_cancelled
 
     def cancel_request(key: str) -> None:
@@ -375,7 +376,7 @@ async def test_sampling_outside_of_the_captured_forward_pass_is_the_same(make_ri
     choose = random.Random(8)
     jobs = [job(f"j{n}", [97 + n % 5] * choose.choice([1, 50, 400]), **random_params(choose)) for n in range(40)]
     plain, split = await make_rig(prefill_budget=64), await make_rig(prefill_budget=64)
-    processor = split.engine._manager.batch_processor
+    processor = split.engine._batching.manager.batch_processor
     processor.model_runner = SplitRunner(processor.model_runner, 8, VOCABULARY, torch.device(DEVICE))
     expected = await plain.run_all(jobs)
     for one, other in zip(expected, await split.run_all(jobs), strict=True):
@@ -444,7 +445,8 @@ async def test_blocks_are_conserved_over_random_churn(make_rig: Callable[..., An
     assert stats.blocks_used == 0
     engine = rig.engine
     assert isinstance(engine, TransformersEngine)
-    assert engine._reserved == 0 and len(engine._registry) == 0 and not engine._live and not engine._leaving
+    book = engine._admission
+    assert book is not None and book.reserved == 0 and len(engine._registry) == 0 and not book.live and not book.leaving
 
 
 async def test_streams_live_while_a_long_prompt_is_prefilled(make_rig: Callable[..., Any]) -> None:
@@ -522,7 +524,7 @@ async def test_an_exception_in_the_sampler_ends_the_engine(rig: Rig) -> None:
     rig.submit(job("a", max_tokens=1000, ignore_eos=True))
     await rig.answers["a"].tokens(3)
     engine: Any = rig.engine
-    engine._manager.logit_processor._sampler = None  # "NoneType is not callable", in the middle of a step
+    engine._batching.manager.logit_processor._sampler = None  # "NoneType is not callable", in the middle of a step
     assert isinstance(await asyncio.wait_for(rig.death, 2.0), EngineDied)
 
 

@@ -41,11 +41,16 @@ Delivery = tuple[Generation, EngineOutput]
 
 
 class SamplerBridge(ContinuousBatchingLogitsProcessorList):
-    """Runs our sampler where the library would run its own processors."""
+    """Runs our sampler where the library would run its own processors.
 
-    def __init__(self, sampler: Sampler, registry: Registry) -> None:
+    Args:
+        processes: the library's helper for several processes with one model.
+    """
+
+    def __init__(self, sampler: Sampler, registry: Registry, processes: Any) -> None:
         super().__init__(LogitsProcessorList())
         self.do_processing = True
+        self._processes = processes
         self._sampler = sampler
         self._registry = registry
         self._rows: list[Generation | None] = []
@@ -57,6 +62,10 @@ class SamplerBridge(ContinuousBatchingLogitsProcessorList):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
         self._sampler(scores, self._rows)
+        if self._processes.tp_size > 1:
+            # Only the first process knows the requests; the others take the tokens it chose.
+            chosen = self._processes.tp_broadcast_from_rank_0(scores.argmax(dim=-1, keepdim=True))
+            scores.scatter_(1, chosen, float("inf"))
         return scores
 
 
@@ -70,7 +79,7 @@ class StepRouter(OutputRouter):
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: asyncio.AbstractEventLoop | None,
         registry: Registry,
         log: StepLog,
         receive: Callable[[list[Delivery]], None],
@@ -99,7 +108,9 @@ class StepRouter(OutputRouter):
             self.post(self._receive, deliveries)
 
     def post(self, function: Callable[[Any], None], argument: Any) -> None:
-        """Run a function in the event loop's thread, unless that loop is gone already."""
+        """Run a function in the event loop's thread, unless there is none or it is gone already."""
+        if self._loop is None:
+            return
         try:
             self._loop.call_soon_threadsafe(function, argument)
         except RuntimeError:

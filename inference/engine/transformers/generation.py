@@ -56,8 +56,7 @@ class Generation:
     the sequence any more.
 
     Attributes:
-        key: its name inside the batching loop, unique per submission, so that a
-            second attempt of a request never meets remains of the first.
+        key: its name inside the batching loop, once it is there; unique per submission.
         tokens: ids generated so far, those of earlier attempts included.
         stop_ids: ids that end the answer.
         units: cache units reserved for it while it lives.
@@ -98,7 +97,6 @@ class Generation:
 
     def __init__(
         self,
-        key: str,
         job: Job,
         resumed: Sequence[int],
         *,
@@ -106,7 +104,7 @@ class Generation:
         vocab_size: int,
     ) -> None:
         params = job.params
-        self.key = key
+        self.key = ""
         self.job = job
         self.params = params
         self.prior = len(resumed)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from inference.config import Config
@@ -28,8 +29,11 @@ class Loaded(NamedTuple):
     context_length: int
 
 
-def load_model(folder: str, device: torch.device, config: Config) -> Loaded:
+def load_model(folder: str, device: torch.device, config: Config, *, ranks: int = 1) -> Loaded:
     """Read weights and tokenizer from a folder (or a hub name). Blocks, for minutes with a large model.
+
+    Args:
+        ranks: processes that load the model together, each its share of the weights.
 
     Raises:
         ModelUnavailable: files missing, corrupt or of an unknown kind.
@@ -40,10 +44,13 @@ def load_model(folder: str, device: torch.device, config: Config) -> Loaded:
     quieten()
     common = {"local_files_only": path.is_dir(), "trust_remote_code": config.trust_remote_code}
     try:
+        shared = _shares(AutoConfig.from_pretrained(folder, **common), ranks)
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=model_dtype(config.dtype, device), attn_implementation="sdpa", **common
+            folder, dtype=model_dtype(config.dtype, device), attn_implementation="sdpa", **shared, **common
         )
-        model = model.to(device).eval()
+        model = (model if shared else model.to(device)).eval()
+    except ModelUnavailable as error:
+        raise ModelUnavailable(f"{path.name}: {error}") from error
     except Exception as error:  # the library raises anything; all of it means "unusable"
         raise ModelUnavailable(f"{path.name}: {first_line(error)}") from error
     model.requires_grad_(False)
@@ -58,6 +65,24 @@ def load_model(folder: str, device: torch.device, config: Config) -> Loaded:
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         context_length=min(wanted, longest) if wanted and longest else wanted or longest or 4096,
     )
+
+
+def _shares(model_config: Any, ranks: int) -> dict[str, Any]:
+    """What makes ``from_pretrained`` load only this process's share of the weights.
+
+    Raises:
+        ModelUnavailable: the model can not be divided among so many.
+    """
+    if ranks == 1:
+        return {}
+    text = model_config.get_text_config()
+    if not getattr(text, "base_model_tp_plan", None):
+        raise ModelUnavailable(f"models of the kind {text.model_type} can not be spread over several devices")
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if heads % ranks:
+        raise ModelUnavailable(f"its {heads} key-value heads can not be divided evenly among {ranks} devices")
+    # The library reads WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+    return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
 def quieten() -> None:
@@ -86,11 +111,11 @@ def model_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def set_cpu_threads(config: Config) -> None:
-    """Share the cores between the workers of this host, unless OMP_NUM_THREADS decides."""
+def set_cpu_threads(config: Config, ranks: int = 1) -> None:
+    """Share the cores between the workers of this host and their processes, unless OMP_NUM_THREADS decides."""
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // config.workers_per_device))
+        torch.set_num_threads(max(1, cores // (config.workers_per_device * ranks)))
 
 
 def greedy_config() -> GenerationConfig:

@@ -86,31 +86,54 @@ class FairScheduler(FIFOScheduler):
     pace: Pace
     log: StepLog
     on_cancelled: Callable[[list[str]], None]
+    _requests_to_cancel: set[str]
 
-    def attach(self, registry: Registry, pace: Pace, log: StepLog, on_cancelled: Callable[[list[str]], None]) -> None:
-        """Connect to the engine; must happen before the loop starts."""
+    def attach(
+        self,
+        registry: Registry,
+        pace: Pace,
+        log: StepLog,
+        on_cancelled: Callable[[list[str]], None],
+        processes: Any,
+    ) -> None:
+        """Connect to the engine; must happen before the loop starts.
+
+        Args:
+            processes: the library's helper for several processes with one model.
+        """
         self.registry, self.pace, self.log, self.on_cancelled = registry, pace, log, on_cancelled
+        self._processes = processes
         self._open_step: tuple[float, int, int] | None = None
         self._turn = 0
+        self._newest = 0
+
+    def add_waiting_request(self, state: RequestState) -> None:
+        self._newest = max(self._newest, _number(state.request_id))
+        super().add_waiting_request(state)
 
     def clear_cancelled_requests(self) -> list[RequestState]:
         """Called by the loop before each step, also while idle: the boundary between steps."""
         self._close_step()
         if not self._requests_to_cancel:
             return []
-        wanted = set(self._requests_to_cancel)
-        states = super().clear_cancelled_requests()
-        unknown = wanted - {state.request_id for state in states}
+        wanted = sorted(self._requests_to_cancel, key=_number)
+        states: list[RequestState] = []
+        for key in wanted:  # in an order that is the same in every process of a group
+            self._requests_to_cancel = {key}
+            states += super().clear_cancelled_requests()
         # The queues are drained one after the other: a cancel may arrive before its request.
-        self._requests_to_cancel |= {key for key in unknown if self._is_expected(key)}
+        self._requests_to_cancel = {key for key in wanted if _number(key) > self._newest}
         if states:
             self.block_new_requests = False
             self.on_cancelled([state.request_id for state in states])
         return states
 
-    def _is_expected(self, key: str) -> bool:
-        generation = self.registry.get(key)
-        return generation is not None and not generation.done
+    def _prefill_chunk(self, decoding: int, *, needed: bool) -> int:
+        """Prompt tokens for the next step; every process of a group goes by the first one's clock."""
+        chunk = self.pace.chunk(decoding)
+        if needed and decoding and self._processes.tp_size > 1:
+            chunk = self._processes.tp_broadcast_object_from_rank_0(chunk)
+        return chunk
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[Any] | None, bool, int, int]:
         active = list(self.active_requests.values())
@@ -122,7 +145,8 @@ class FairScheduler(FIFOScheduler):
         self._turn += 1
         if self._turn % 2:
             prefilling.sort(key=lambda state: len(state.remaining_prefill_tokens))
-        budget = min(token_budget, len(decoding) + self.pace.chunk(len(decoding)))
+        chunk = self._prefill_chunk(len(decoding), needed=bool(prefilling))
+        budget = min(token_budget, len(decoding) + chunk)
         gone: set[str] = set()
         scheduled, failed, fast, queries, keys = self._process_candidates(
             decoding + prefilling, budget, cache_budget, gone
@@ -175,6 +199,11 @@ class FairScheduler(FIFOScheduler):
         self.log.last_step_seconds = seconds
         self.log.step_seconds += seconds
         self.log.steps += 1
+
+
+def _number(key: str) -> int:
+    """Place of a sequence in the order in which they were queued."""
+    return int(key.partition(":")[0])
 
 
 SCHEDULER_MAPPING[SCHEDULER_TYPE] = FairScheduler

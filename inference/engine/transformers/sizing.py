@@ -25,17 +25,18 @@ CUDA_CACHE_SHARE = 0.85
 """Share of the device's free memory for the cache, before it is divided among its workers."""
 
 
-def batching_config(loaded: Loaded, device: torch.device, config: Config) -> Any:
+def batching_config(loaded: Loaded, device: torch.device, config: Config, *, ranks: int = 1) -> Any:
     """The library's settings for a model on a device.
 
     Without ``cache_tokens`` the cache holds every slot at full context length,
-    or as much of that as the memory allows.
+    or as much of that as the memory allows (the least of all devices, where
+    ``ranks`` processes share the model and each holds its share of the cache).
     """
     on_cuda = device.type == "cuda"
     flash = on_cuda and _has_flash(loaded.model)
     page = FLASH_PAGE_SIZE if flash else PAGE_SIZE
     tokens = config.cache_tokens or config.max_running * loaded.context_length
-    per_token = _bytes_per_token(loaded.model.config.get_text_config(), loaded.model.dtype)
+    per_token = _bytes_per_token(loaded.model.config.get_text_config(), loaded.model.dtype) / ranks
     if not config.cache_tokens:
         memory = _free_cuda_memory(device) if on_cuda else _free_memory()
         share = (CUDA_CACHE_SHARE if on_cuda else CPU_CACHE_SHARE) / config.workers_per_device
