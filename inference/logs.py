@@ -1,4 +1,4 @@
-"""Logging of processes that run without Django (workers). One line per event, text or JSON."""
+"""The format of log lines, the same for every process: one line per event, text or JSON."""
 
 from __future__ import annotations
 
@@ -34,10 +34,17 @@ class JsonFormatter(logging.Formatter):
 
 
 class LineFormatter(logging.Formatter):
-    """For people: time, level, who, sentence."""
+    """For people: time, level, who, sentence; in a server the exchange that it is about stands beside who."""
 
     def __init__(self, who: str = "") -> None:
-        super().__init__("%(asctime)s %(levelname)-7s " + (f"[{who}] " if who else "") + "%(message)s", "%H:%M:%S")
+        super().__init__("%(asctime)s %(levelname)-7s %(whose)s%(message)s", "%Y-%m-%d %H:%M:%S")
+        self._who = who
+
+    def format(self, record: logging.LogRecord) -> str:
+        exchange = getattr(record, "request_id", "-")
+        words = [word for word in (self._who, exchange if exchange != "-" else "") if word]
+        record.whose = f"[{' '.join(words)}] " if words else ""
+        return super().format(record)
 
 
 def configure(who: str) -> None:

@@ -70,6 +70,7 @@ class Commander:
         self._closing = False
         self.down_since: float | None = None
         """``time.monotonic()`` at which the first failed round trip since the last success began, or ``None``."""
+        self._answered = False
         self._longest = 0.0
         self.round_trips = 0
         self.commands = 0
@@ -156,6 +157,7 @@ class Commander:
         if self.down_since is not None:
             logger.warning("Redis answers again after %.1f s", self.outage(), extra={"event": "redis_up"})
             self.down_since = None
+        self._answered = True
 
     @staticmethod
     async def _load_scripts(redis: Redis) -> None:
@@ -197,7 +199,9 @@ class Commander:
         metrics.REDIS_ERRORS.inc()
         if self.down_since is None:
             self.down_since = began
-            logger.warning("Redis does not answer: %s", type(exc).__name__, extra={"event": "redis_down"})
+            # One that never answered is for whoever is starting to tell; it has the error.
+            level = logging.WARNING if self._answered else logging.DEBUG
+            logger.log(level, "Redis does not answer: %s", type(exc).__name__, extra={"event": "redis_down"})
         for call in batch:
             if not call.future.done():
                 error = StoreUnavailable(f"Redis does not answer ({type(exc).__name__})")

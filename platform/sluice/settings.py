@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from pathlib import Path
 
 import dj_database_url
@@ -173,12 +174,14 @@ if SLUICE.production:
 PROMETHEUS_METRICS_EXPORT_PORT = None
 PROMETHEUS_EXPORT_MIGRATIONS = False
 
+#: Before each line of the log: whoever runs this is a server, unless it is one of the short commands.
+WHO = "server" if Path(sys.argv[0]).name != "manage.py" or sys.argv[1:2] == ["serve"] else ""
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
     "filters": {"request_id": {"()": "sluice.logs.RequestIdFilter"}},
     "formatters": {
-        "text": {"format": "{asctime} {levelname} {name} [{request_id}] {message}", "style": "{"},
+        "text": {"()": "inference.logs.LineFormatter", "who": WHO},
         "json": {"()": "inference.logs.JsonFormatter"},
     },
     "handlers": {

@@ -165,7 +165,7 @@ def test_a_child_that_dies_takes_the_tree_down_and_is_named(up, pattern, said):
     family = run.family()
     run.child(pattern).kill()
     assert run.wait_end() == 1
-    assert f"CommandError: {said}" in run.output()
+    assert f"error: {said}" in run.output()
     eventually_sync(lambda: gone(family), 10, what="all children gone")
     assert list(run.tmp.iterdir()) == []
 
@@ -276,12 +276,12 @@ def test_a_taken_port_is_said_before_anything_is_started(folder):
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"REDIS_URL": "redis://127.0.0.1:1"}, "CommandError: the Redis in REDIS_URL does not answer"),
-        ({"REDIS_URL": "http://127.0.0.1"}, "CommandError: REDIS_URL must start with redis://"),
-        ({"DATABASE_URL": "postgres://u:p@127.0.0.1:1/d"}, "CommandError: the database does not answer"),
+        ({"REDIS_URL": "redis://127.0.0.1:1"}, "error: the Redis in REDIS_URL does not answer"),
+        ({"REDIS_URL": "http://127.0.0.1"}, "error: REDIS_URL must start with redis://"),
+        ({"DATABASE_URL": "postgres://u:p@127.0.0.1:1/d"}, "error: the database does not answer"),
         ({"DATABASE_URL": "nonsense"}, "error: DATABASE_URL is malformed"),
-        ({"SLUICE_HEARTBEAT_TTL": "soon"}, "CommandError: SLUICE_HEARTBEAT_TTL must be a number"),
-        ({"SLUICE_HOST": "203.0.113.7"}, "CommandError: cannot listen on 203.0.113.7"),
+        ({"SLUICE_HEARTBEAT_TTL": "soon"}, "error: SLUICE_HEARTBEAT_TTL must be a number"),
+        ({"SLUICE_HOST": "203.0.113.7"}, "error: cannot listen on 203.0.113.7"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(up, env, said):

@@ -252,6 +252,8 @@ class Drain:
         await self._wait(hooks.stop(seconds * 0.8), seconds)
 
     async def _report_open(self) -> None:
+        if not len(self.exchanges):
+            return  # nothing to wait for is no news
         details = ""
         try:
             async with asyncio.timeout(1.0):

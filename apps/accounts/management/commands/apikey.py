@@ -8,21 +8,27 @@ from typing import Any
 
 from django.contrib.auth import get_user_model
 from django.core.exceptions import PermissionDenied, ValidationError
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.utils import timezone
 
 from apps.accounts import keyformat, services
 from apps.accounts.models import LIMIT_FIELDS, ApiKey, Scope, default_scopes
+from sluice.command import Command as SluiceCommand
 
 
-class Command(BaseCommand):
-    help = "Create, list and revoke API keys. A key is shown once, when it is created."
+class Command(SluiceCommand):
+    help = (
+        "Create, list and revoke API keys. A key is shown once, when it is created. "
+        "For instance: apikey create 'nightly batch' --user ann --days 30"
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         verbs = parser.add_subparsers(dest="verb", required=True, metavar="create|list|revoke")
         create = verbs.add_parser("create", help="make a key and print it, once")
-        create.add_argument("name", help="what the key is for")
-        create.add_argument("--user", metavar="NAME", help="whose key it is (default: nobody, a service key)")
+        create.add_argument(
+            "label", metavar="LABEL", help="what the key is for, in your words (not a user: whose it is says --user)"
+        )
+        create.add_argument("--user", metavar="NAME", help="the user whose key it is (default: nobody, a service key)")
         create.add_argument(
             "--scope", action="append", choices=Scope.values, metavar="|".join(Scope.values),
             help=f"may be repeated (default: {' and '.join(default_scopes())})",
@@ -38,7 +44,7 @@ class Command(BaseCommand):
         listing.add_argument("--user", metavar="NAME", help="only this user's")
         listing.add_argument("--active", action="store_true", help="only those that work now")
         revoke = verbs.add_parser("revoke", help="end a key for good")
-        revoke.add_argument("prefix", help="the key's prefix, as `list` shows it (or the whole key)")
+        revoke.add_argument("prefix", metavar="PREFIX", help="the key's prefix, as `list` shows it (or the whole key)")
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
@@ -48,13 +54,13 @@ class Command(BaseCommand):
         except PermissionDenied as e:
             raise CommandError(str(e)) from None
 
-    def _create(self, *, name: str, user: str | None, scope: list[str] | None, model: list[str],
+    def _create(self, *, label: str, user: str | None, scope: list[str] | None, model: list[str],
                 days: float | None, quiet: bool, **rest: Any) -> None:  # fmt: skip
         owner = _user(user) if user else None
         expires = timezone.now() + timedelta(days=days) if days is not None else None
         made = services.create_key(
             None,
-            name=name,
+            name=label,
             user=owner,
             scopes=scope,
             expires_at=expires,
@@ -70,7 +76,7 @@ class Command(BaseCommand):
         if user:
             keys = keys.for_user(_user(user))
         row = "{:<10} {:<24} {:<16} {:<20} {:<8} {:<17} {}"
-        self.stdout.write(row.format("PREFIX", "NAME", "USER", "SCOPES", "STATUS", "LAST USED", "MODELS"))
+        self.stdout.write(row.format("PREFIX", "LABEL", "USER", "SCOPES", "STATUS", "LAST USED", "MODELS"))
         for key in keys.select_related("user"):
             used = f"{key.last_used:%Y-%m-%d %H:%M}" if key.last_used else "never"
             owner = key.user.get_username() if key.user else "-"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import CommandParser
 
 from apps.accounts.retention import purge
+from sluice.command import Command as SluiceCommand
 from sluice.conf import server_config
 
 
-class Command(BaseCommand):
+class Command(SluiceCommand):
     help = "Delete old conversations, and expired responses, sessions and WebSocket tickets."
 
     def add_arguments(self, parser: CommandParser) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from datetime import date
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import CommandParser
 
 from apps.accounts.models import UsageRecord
 from apps.accounts.usage import write_csv
+from sluice.command import Command as SluiceCommand
 
 
-class Command(BaseCommand):
+class Command(SluiceCommand):
     help = "Write what keys and users have used, per day (UTC) and model, as CSV."
 
     def add_arguments(self, parser: CommandParser) -> None:

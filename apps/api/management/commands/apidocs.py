@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from django.conf import settings
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 
 from apps.api.reference import markdown
+from sluice.command import Command as SluiceCommand
 
 BEGIN, END = "<!-- parameters: written by manage.py apidocs -->\n", "<!-- end of parameters -->\n"
 
 
-class Command(BaseCommand):
+class Command(SluiceCommand):
     help = "Write the parameter tables, read off the validation types, into docs/api.md."
     requires_system_checks: list[str] = []
 

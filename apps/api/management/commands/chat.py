@@ -7,12 +7,13 @@ from argparse import ArgumentParser
 from typing import Any
 
 import httpx
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 
 from apps.api.terminal import Conversation, Terminal, TerminalError, first_model
+from sluice.command import Command as SluiceCommand
 
 
-class Command(BaseCommand):
+class Command(SluiceCommand):
     help = (
         "Talk to a model of a running server, streamed. /reset, /system, /save and /help inside; "
         "Ctrl-C stops the answer, Ctrl-D leaves."
@@ -35,7 +36,7 @@ class Command(BaseCommand):
         key = options["key"] or os.environ.get("SLUICE_API_KEY", "")
         if not key:
             raise CommandError(
-                "Give an API key with --key or SLUICE_API_KEY; 'manage.py apikey create NAME' makes one."
+                "Give an API key with --key or SLUICE_API_KEY; 'manage.py apikey create LABEL' makes one."
             )
         try:
             import readline  # noqa: F401 - line editing and history where the platform has them

@@ -6,16 +6,17 @@ import asyncio
 from argparse import ArgumentParser
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 
 from inference.config import Config
 from inference.errors import SluiceError
 from inference.messages import ServerBeat, ServerCommand, encode
 from inference.redisio import Commander, connect
 from inference.store import RequestStore, StoreViews
+from sluice.command import Command as SluiceCommand
 
 
-class Command(BaseCommand):
+class Command(SluiceCommand):
     """Talks to Redis directly; the servers hear it from there."""
 
     help = (

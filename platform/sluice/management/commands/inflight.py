@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 
 from inference.config import Config, host_name
 from inference.errors import SluiceError
@@ -17,11 +17,12 @@ from inference.lifecycle import Outcome, Reason
 from inference.redisio import Commander, connect
 from inference.store import RequestStore, RequestView, StoreViews
 from inference.store.series import audit_and_remember
+from sluice.command import Command as SluiceCommand
 
 _PAGE = 500
 
 
-class Command(BaseCommand):
+class Command(SluiceCommand):
     """Talks to Redis directly: works while every server is down."""
 
     help = "List the requests in flight; cancel one or all of them; audit every record, owner and index."

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.core.management.base import BaseCommand
-
+from sluice.command import Command as SluiceCommand
 from sluice.routetable import markdown
 
 
-class Command(BaseCommand):
+class Command(SluiceCommand):
     help = "Print every path that the server answers, with methods and access rule, as a Markdown table."
     requires_system_checks: list[str] = []
 

@@ -10,7 +10,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 
 from inference import multiproc
 from inference.config import Config
@@ -18,9 +18,10 @@ from inference.errors import SluiceError
 from inference.logs import configure
 from inference.models.registry import check_models
 from inference.pool import Supervisor, parse_devices
+from sluice.command import Command as SluiceCommand
 
 
-class Command(BaseCommand):
+class Command(SluiceCommand):
     """Takes the place of the Channels command of the same name."""
 
     help = (

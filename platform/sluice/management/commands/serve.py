@@ -11,11 +11,12 @@ import sys
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 
 from inference.config import Config
 from inference.errors import ConfigError
 from sluice import conf
+from sluice.command import Command as SluiceCommand
 from sluice.conf import ServerConfig
 
 #: Files beside the clients' connections: Redis, the database, logs, static files.
@@ -31,7 +32,7 @@ A second SIGTERM skips the waiting, SIGINT (Ctrl-C) skips the pause.
 """
 
 
-class Command(BaseCommand):
+class Command(SluiceCommand):
     help = "Serve the API, the chat page and the admin. Needs REDIS_URL; workers run elsewhere (runworker)."
     # The database is asked below, with one clear line instead of a traceback.
     requires_system_checks = []

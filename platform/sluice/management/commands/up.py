@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from django.contrib.auth import get_user_model
 from django.core.management import call_command
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError, connections
 
 from apps.accounts.services import FirstRun, ensure_first_run
@@ -25,6 +25,7 @@ from inference.config import Config
 from inference.errors import ConfigError, SluiceError
 from inference.models.registry import DEFAULT_TARGET, check_folder, check_models, default_folder
 from inference.redisio.connect import connect
+from sluice.command import Command as SluiceCommand
 from sluice.conf import ServerConfig
 from sluice.tree import POLL, Child, ChildEnded, ProcessTree, Signals, StopRequested
 
@@ -34,7 +35,7 @@ HURRIED_SERVER, HURRIED_POOL = 4.5, 7.5
 SAY_EVERY = 10.0
 
 
-class Command(BaseCommand):
+class Command(SluiceCommand):
     help = (
         "Run everything on this machine: migrate the database, fetch the default model if it is wanted and "
         "missing, start an embedded Valkey (unless REDIS_URL is set), the worker pool and the server, and say "
@@ -161,7 +162,7 @@ class Command(BaseCommand):
             self._say("  Password and key are not shown again.")
         else:
             self._say("  Sign in as before; 'manage.py changepassword NAME' sets a new password,")
-            self._say("  'manage.py apikey create NAME' makes another API key.")
+            self._say("  'manage.py apikey create LABEL' makes another API key.")
         if own_redis:
             self._say(f"Other commands, as 'manage.py inflight', find it with REDIS_URL={own_redis}")
         self._say("Ctrl-C stops everything.")

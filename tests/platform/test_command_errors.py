@@ -1,0 +1,66 @@
+"""What goes wrong in a command of ours is one line that begins with ``error:``, whichever command it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+from django.conf import settings
+from django.core.management import CommandError, call_command, get_commands, load_command_class
+
+from inference.logs import LineFormatter
+from sluice.command import Command
+from tests.conftest import ROOT
+
+NOBODY = "redis://127.0.0.1:1/0"
+
+
+def run(*arguments: str, **env: str) -> tuple[int, str, str]:
+    """Exit status, output and errors."""
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", "SLUICE_MODELS": "m=scripted:rate=50", **env}
+    command = [sys.executable, str(ROOT / "manage.py"), *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["inflight"], ["drain", "--all"], ["runworker"]])
+def test_redis_that_was_never_there_is_told_once(arguments: list[str]) -> None:
+    status, out, err = run(*arguments, REDIS_URL=NOBODY)
+    assert (status, out) == (1, "")
+    assert err.splitlines() == ["error: Redis does not answer (ConnectionError)"]
+
+
+def test_other_mistakes_read_the_same() -> None:
+    assert run("inflight", REDIS_URL="")[2] == "error: REDIS_URL is not set\n"
+    assert run("inflight", REDIS_URL=NOBODY, SLUICE_REDIS_TIMEOUT="soon")[2].startswith("error: SLUICE_REDIS_TIMEOUT")
+    status, _, err = run("inflight", "--traceback", REDIS_URL="")
+    assert status == 1 and "Traceback" in err
+
+
+def test_every_command_of_ours_has_the_same_base() -> None:
+    ours = {n: app for n, app in get_commands().items() if app == "sluice" or str(app).startswith("apps.")}
+    assert {"up", "serve", "runworker", "inflight", "drain", "apikey", "usage", "purge", "chat"} <= set(ours)
+    for name, app in ours.items():
+        assert isinstance(load_command_class(app, name), Command), name
+
+
+def test_called_from_code_it_is_still_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", "")
+    with pytest.raises(CommandError, match="REDIS_URL is not set"):
+        call_command("inflight")
+
+
+def test_servers_and_pools_write_the_same_lines() -> None:
+    """``manage.py up`` shows the lines of both."""
+    assert settings.LOGGING["formatters"]["text"]["()"] == "inference.logs.LineFormatter"
+    record = logging.LogRecord("x", logging.WARNING, "f", 1, "It is %s.", ("late",), None)
+    record.created = 0.0
+    pool = LineFormatter("pool").format(record)
+    assert pool.endswith(" WARNING [pool] It is late.") and pool[:4].isdigit()
+    record.request_id = "req-1"
+    assert LineFormatter("server").format(record) == pool.replace("[pool]", "[server req-1]")
+    record.request_id = "-"
+    assert LineFormatter().format(record) == pool.replace("[pool] ", "")
