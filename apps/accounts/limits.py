@@ -41,6 +41,15 @@ _WORDS = {
 }
 
 
+def _in_words(seconds: float) -> str:
+    """``1 second``, ``42 seconds``, ``3 minutes``, ``5 hours``: never shorter than it is."""
+    for unit, length in (("second", 1), ("minute", 60), ("hour", 3600)):
+        count = max(1, math.ceil(seconds / length))
+        if count < 90 or unit == "hour":
+            break
+    return f"{count} {unit}{'' if count == 1 else 's'}"
+
+
 class LimitExceeded(Exception):
     """The caller has used up its share; reply 429.
 
@@ -57,6 +66,8 @@ class LimitExceeded(Exception):
         text = f"{whose} is limited to {allowed} {_WORDS[limit]}."
         if retry_after is None:
             text += " The request asks for more than that at once."
+        else:
+            text += f" Try again in {_in_words(retry_after)}."
         super().__init__(text)
         self.limit = limit
         self.retry_after = retry_after
