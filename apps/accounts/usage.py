@@ -15,12 +15,12 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
 from django.db import DatabaseError, IntegrityError, close_old_connections, connection, transaction
-from django.db.models import F
+from django.db.models import F, Sum
 from django.utils import timezone
 
 from apps.accounts.models import ApiKey, UsageBatch, UsageRecord
@@ -175,6 +175,19 @@ def _accounts(fields: dict[bytes, bytes]) -> dict[Account, Counts]:
 
 
 # --- Reading ---
+
+
+def of_user(user: Any, days: int) -> list[dict[str, Any]]:
+    """What a user has used in the last ``days`` days (UTC, today included), newest first: one row per day and model.
+
+    Sessions and all keys of the user together, revoked keys included.
+    """
+    owners = [f"user:{user.pk}", *(f"key:{p}" for p in ApiKey.objects.for_user(user).values_list("prefix", flat=True))]
+    since = datetime.now(UTC).date() - timedelta(days=days - 1)
+    mine = UsageRecord.objects.filter(owner__in=owners, day__gte=since).order_by("-day", "model").values("day", "model")
+    found = mine.annotate(**{f"all_{name}": Sum(name) for name in _COLUMNS.values()})
+    return [{k.removeprefix("all_"): v for k, v in row.items()} for row in found]
+
 
 CSV_COLUMNS = ["day", "owner", "name", "model", "requests", "prompt_tokens", "generated_tokens"]
 

@@ -14,6 +14,10 @@ from django.views.decorators.http import require_http_methods, require_safe
 from apps.accounts import services
 from apps.accounts.forms import KeyForm
 from apps.accounts.models import ApiKey
+from apps.accounts.usage import of_user
+
+USAGE_DAYS = (7, 30, 90)
+"""Spans that the page of one's usage offers, days."""
 
 
 class LoginView(auth_views.LoginView):
@@ -61,6 +65,18 @@ def api_keys(request: HttpRequest) -> HttpResponse:
         "keys": ApiKey.objects.for_user(request.user),  # type: ignore[arg-type]
     }
     return render(request, "accounts/api_keys.html", context, status=201 if created else 200)
+
+
+@never_cache
+@login_required
+@require_safe
+def usage(request: HttpRequest) -> HttpResponse:
+    """What one has used, by day and model; ``?days=`` is one of :data:`USAGE_DAYS`."""
+    wanted = request.GET.get("days", "")
+    days = next((d for d in USAGE_DAYS if str(d) == wanted), USAGE_DAYS[1])
+    rows = of_user(request.user, days)
+    total = {name: sum(row[name] for row in rows) for name in ("requests", "prompt_tokens", "generated_tokens")}
+    return render(request, "accounts/usage.html", {"rows": rows, "total": total, "days": days, "choices": USAGE_DAYS})
 
 
 @never_cache

@@ -7,7 +7,7 @@ import contextlib
 import csv
 import io
 from collections.abc import AsyncIterator
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -245,3 +245,56 @@ def test_admin_shows_and_exports_and_changes_nothing(client: Client) -> None:
         reply = client.post(reverse(f"admin:accounts_usagerecord_{name}", args=args), {"requests": 0})
         assert reply.status_code == 403, name
     assert UsageRecord.objects.get(owner=owner).requests == 4
+
+
+# --- One's own page ---
+
+
+def test_page_shows_ones_own_usage_and_nobody_elses(client: Client) -> None:
+    ann, eve = (User.objects.create_user(name, password="x") for name in ("ann", "eve"))
+    key, revoked, hers = (
+        services.create_key(None, name=n, user=u).key for n, u in (("a", ann), ("b", ann), ("e", eve))
+    )
+    services.revoke_key(None, revoked)
+    today = datetime.now(UTC).date()
+    yesterday, long_ago = today - timedelta(days=1), today - timedelta(days=40)
+
+    def counts(requests: int) -> dict[str, int]:
+        return {"requests": requests, "prompt_tokens": 10 * requests, "generated_tokens": 100 * requests}
+
+    assert add(
+        "b1",
+        {
+            (today, f"user:{ann.pk}", "demo"): counts(1),
+            (today, f"key:{key.prefix}", "demo"): counts(2),
+            (today, f"key:{revoked.prefix}", "<b>odd"): counts(4),
+            (yesterday, f"key:{key.prefix}", "demo"): counts(8),
+            (long_ago, f"key:{key.prefix}", "demo"): counts(16),
+            (today, f"user:{eve.pk}", "demo"): counts(1000),
+            (today, f"key:{hers.prefix}", "secret"): counts(1000),
+        },
+    )
+    url = reverse("usage")
+    assert client.get(url).status_code == 302 and "login" in client.get(url)["Location"]
+    client.force_login(ann)
+    page = client.get(url)
+    shown = [(r["day"], r["model"], r["requests"], r["prompt_tokens"]) for r in page.context["rows"]]
+    assert shown == [(today, "<b>odd", 4, 40), (today, "demo", 3, 30), (yesterday, "demo", 8, 80)]
+    assert page.context["total"] == counts(15)
+    text = page.content.decode()
+    assert "&lt;b&gt;odd" in text and "secret" not in text and "1000" not in text
+    assert "no-store" in page["Cache-Control"]
+    assert client.get(url, {"days": "90"}).context["total"] == counts(31)
+    assert client.get(url, {"days": "7"}).context["days"] == 7
+    assert client.get(url, {"days": "9999999999"}).context["days"] == 30
+    assert client.post(url).status_code == 405
+    assert reverse("usage") in client.get(reverse("api_keys")).content.decode()
+
+
+async def test_page_follows_what_has_just_ended(store: Any, collectors: Any, async_client: Any) -> None:
+    ann = await User.objects.acreate(username="ann")
+    await async_client.aforce_login(ann)
+    await used(store, "a", f"user:{ann.pk}", 5)
+    await collectors[0].collect()
+    page = await async_client.get(reverse("usage"))
+    assert page.context["total"] == {"requests": 1, "prompt_tokens": 3, "generated_tokens": 5}
