@@ -15,76 +15,28 @@ import argparse
 import asyncio
 import json
 import os
-import re
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.processes import ROOT, family, free_port, machine, python, resident_mib, running
-from inference.embedded import EmbeddedValkey
+from benchmarks.processes import machine
+from benchmarks.site import Site, site
 
 OBSERVERS, OBSERVED_RATE, LONG_RATE = 16, 50, 200
 SEND_TIMEOUT = 30
+MODELS = (
+    f"observed=scripted:rate={OBSERVED_RATE},slots=64,context=20000 "
+    f"long=scripted:rate={LONG_RATE},slots=64,context=20000"
+)
 #: The bounds: MiB of server memory per client that does not read, and growth of the observers' p99.
 MAX_MIB, MAX_GROWTH = 1.0, 1.10
 ALONE_SECONDS = 10.0
 #: What a client's kernel takes in although nobody reads it; larger buffers only put off the moment.
 RECEIVE_BUFFER = 32 * 1024
-
-
-@dataclass
-class Site:
-    """The server under test."""
-
-    port: int
-    key: str
-    server: int
-
-    def rss(self) -> float:
-        return resident_mib(family(self.server))
-
-    def metric(self, name: str) -> float:
-        """Sum of a metric's series as the server tells them."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as reply:
-            text = reply.read().decode()
-        return sum(map(float, re.findall(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", text, re.M)))
-
-
-@contextmanager
-def site(folder: str) -> Iterator[Site]:
-    port = free_port()
-    with ExitStack() as stack:
-        valkey = stack.enter_context(EmbeddedValkey())
-        os.sched_setaffinity(valkey.pid, {1})
-        env = {
-            "REDIS_URL": valkey.url,
-            "DATABASE_URL": f"sqlite:///{folder}/bench.sqlite3",
-            "SLUICE_MODELS": f"observed=scripted:rate={OBSERVED_RATE},slots=64,context=20000 "
-            f"long=scripted:rate={LONG_RATE},slots=64,context=20000",
-            "SLUICE_MAX_RUNNING": "128",
-            "SLUICE_SEND_TIMEOUT": str(SEND_TIMEOUT),
-            "SLUICE_METRICS_ACCESS": "public",
-            "SLUICE_LOG_LEVEL": "ERROR",
-        }
-        run = {**os.environ, **env, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}"}
-        manage = python("manage.py")
-        subprocess.run([*manage, "migrate", "--noinput", "-v", "0"], cwd=ROOT, env=run, check=True)
-        made = subprocess.run(
-            [*manage, "apikey", "create", "bench", "--quiet"], cwd=ROOT, env=run, check=True, stdout=subprocess.PIPE,
-            text=True,
-        )  # fmt: skip
-        stack.enter_context(running([*manage, "runworker", "--devices", "cpu"], env=env, cpu=1))
-        ready = f"http://127.0.0.1:{port}/readyz"
-        server = stack.enter_context(running([*manage, "serve", "--port", str(port)], env=env, cpu=0, ready=ready))
-        yield Site(port, made.stdout.strip(), server.pid)
 
 
 def request(site: Site, model: str, tokens: int) -> bytes:
@@ -106,7 +58,7 @@ class Reader(asyncio.Protocol):
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.gaps: list[float] = []
-        self.tokens = 0
+        self.whole = False
         self._last = 0.0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -114,15 +66,15 @@ class Reader(asyncio.Protocol):
         transport.write(self.data)
 
     def data_received(self, data: bytes) -> None:
+        self.whole = self.whole or b"data: [DONE]" in data
         count = data.count(b'"finish_reason":null')
         if not count:
             return
         now = time.perf_counter()
         if self._last:
-            # Of tokens that came together, the first has waited and the others have not.
+            # Of events that came together, the first has waited and the others have not.
             self.gaps += [now - self._last] + [0.0] * (count - 1)
         self._last = now
-        self.tokens += count
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.done.done():
@@ -139,7 +91,7 @@ async def observe(site: Site, seconds: float) -> list[float]:
         _, reader = await loop.create_connection(lambda data=data: Reader(data), "127.0.0.1", site.port)
         readers.append(reader)
     await asyncio.gather(*(r.done for r in readers))
-    if any(r.tokens < tokens for r in readers):
+    if not all(r.whole for r in readers):
         raise SystemExit("an observed stream did not come whole")
     return [gap for r in readers for gap in r.gaps]
 
@@ -215,7 +167,10 @@ async def cycle(site: Site, clients: int, tokens: int) -> Cycle:
 
 
 async def measure(args: argparse.Namespace) -> bool:
-    with tempfile.TemporaryDirectory(prefix="sluice-slow-") as folder, site(folder) as live:
+    with (
+        tempfile.TemporaryDirectory(prefix="sluice-slow-") as folder,
+        site(folder, MODELS, SLUICE_SEND_TIMEOUT=str(SEND_TIMEOUT)) as live,
+    ):
         os.sched_setaffinity(0, {1})
         await observe(live, 3.0)
         cycles = []

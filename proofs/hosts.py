@@ -241,6 +241,8 @@ def nothing_lost(answer: Answer, verdict: str, endings: dict[str, list[Any]]) ->
 class Proof:
     """Scenarios one after the other on the same deployment."""
 
+    slowed = [h for h in ADDRESSES if h != "clients"]
+
     def __init__(self, hosts: Hosts, load: Load, args: argparse.Namespace) -> None:
         self.hosts = hosts
         self.load = load
@@ -315,12 +317,25 @@ class Proof:
         self.hosts.change("s1", cut=False)
 
     async def slow_all(self) -> None:
-        names = [h for h in ADDRESSES if h != "clients"]
-        for host in names:
+        for host in self.slowed:
             self.hosts.change(host, delay=DELAY, loss=LOSS)
         await asyncio.sleep(self.args.hold * 1.5)
-        for host in names:
+        for host in self.slowed:
             self.hosts.change(host, delay=0.0, loss=0.0)
+
+    async def all_at_once(self) -> str:
+        """The network is slow and loses packets, a pool's host is cut off, and then Redis' primary, too."""
+        for host in self.slowed:
+            self.hosts.change(host, delay=DELAY, loss=LOSS)
+        self.hosts.change("p2", cut=True)
+        await asyncio.sleep(1.0)
+        try:
+            notes = await self.fail_redis()
+        finally:
+            self.hosts.change("p2", cut=False)
+            for host in self.slowed:
+                self.hosts.change(host, delay=0.0, loss=0.0)
+        return notes
 
     async def fail_redis(self) -> str:
         old = await self.hosts.primary()
@@ -367,6 +382,10 @@ async def play_all(hosts: Hosts, load: Load, args: argparse.Namespace) -> Proof:
     await proof.play(
         "Redis' primary is cut off: failover; it comes back", proof.fail_redis, allowed=refused_at_the_door,
         bound=OUTAGE_LIMIT,
+    )  # fmt: skip
+    await proof.play(
+        "all at once: slow network, a pool's host and Redis' primary cut off", proof.all_at_once,
+        allowed=refused_at_the_door, bound=OUTAGE_LIMIT + POOL_BOUND,
     )  # fmt: skip
     await proof.play("nothing, after all that", proof.nothing)
     return proof
