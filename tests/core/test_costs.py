@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,8 +41,8 @@ async def commands(redis: redis_async.Redis) -> Counter[str]:
 
 
 @pytest.fixture
-async def site(deploy: Callable[..., Deployment]) -> AsyncIterator[Deployment]:
-    yield deploy(**QUIET)
+async def site(deploy: Callable[..., Deployment]) -> Deployment:
+    return deploy(**QUIET)
 
 
 async def serve(gateway: Gateway, streams: int, tokens: int) -> None:

@@ -129,7 +129,8 @@ class StreamingHttpConsumer(AsyncConsumer):
 
     async def send_sse_bytes(self, data: bytes) -> None:
         """Send complete events, LF framed. Waits while the client's connection is full."""
-        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+        # Once per token of every stream: past Channels' own ``send``, which only passes it on.
+        await self.base_send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def ping(self) -> None:
         """A comment that keeps proxies from closing a silent stream; clients ignore it."""
