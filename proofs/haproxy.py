@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
-CONFIG = """\
-global
-    stats socket {folder}/haproxy.sock mode 600 level admin
-    maxconn 2000
-    stats timeout 30s
-defaults
-    mode http
-    timeout connect {connect}
-    timeout client 100s
-    timeout server 100s
-    timeout tunnel 100s
-    # Only for connections that could not be made; a request is never sent twice.
-    retries {retries}
-    option redispatch
-frontend api
-    bind {address}:{port}
-    default_backend servers
-backend servers
-    balance leastconn
-    option httpchk
-    http-check send meth GET uri /readyz ver HTTP/1.1 hdr Host localhost
-    http-check expect status 200
-    default-server inter {inter} fall 2 rise 1 {options}
-{servers}
-"""
+SOURCE = Path(__file__).resolve().parent.parent / "deploy/haproxy.cfg"
+"""What is deployed is what is proved: only addresses and times of this file are changed."""
 
 
 def find() -> str:
@@ -46,35 +24,58 @@ def find() -> str:
     return found
 
 
+def adapt(text: str, *, socket: Path, bind: str, servers: list[str], inter: str, retries: int) -> str:
+    """The deployed configuration with these addresses and times, and a command socket.
+
+    Raises:
+        ValueError: it lacks a line that is to be changed.
+    """
+    out: list[str] = []
+    left = {"global", "retries", "bind", "default-server", "server"}
+    for line in text.splitlines():
+        word = line.split()[0] if line.split() else ""
+        if word == "server" and word not in left:
+            continue
+        left.discard(word)
+        if word == "global":
+            line += f"\n    stats socket {socket} mode 600 level admin"
+        elif word == "retries":
+            line = f"    retries {retries}"
+        elif word == "bind":
+            line = f"    bind {bind}"
+        elif word == "default-server":
+            line = re.sub(r"inter \S+", f"inter {inter}", line)
+        elif word == "server":
+            line = "\n".join(f"    server {server}" for server in servers)
+        out.append(line)
+    if left:
+        raise ValueError(f"{SOURCE.name} has no line for {', '.join(sorted(left))}")
+    return "\n".join(out) + "\n"
+
+
 class HAProxy:
     """Its configuration, and commands to it.
 
     Args:
-        servers: lines below ``backend``, one per server.
-        retries: further tries to connect, the last of them to another server.
+        servers: ``NAME ADDRESS:PORT`` and what else the line of a server is to say.
         inter: time between two readiness checks, as HAProxy writes it; two failures take a server out.
+        retries: further tries to connect, the last of them to another server.
     """
 
     def __init__(
-        self, folder: Path, port: int, servers: list[str], *, address: str = "127.0.0.1", inter: str = "500ms",
-        connect: str = "2s", options: str = "", retries: int = 0,
+        self, folder: Path, port: int, servers: list[str], *, address: str = "127.0.0.1", inter: str = "1s",
+        retries: int = 0,
     ) -> None:  # fmt: skip
         self.folder = folder
         self.port = port
         self.path = folder / "haproxy.cfg"
-        lines = "\n".join(f"    server {line}" for line in servers)
+        bind = f"{address}:{port}"
         self.path.write_text(
-            CONFIG.format(
-                folder=folder,
-                address=address,
-                port=port,
-                inter=inter,
-                connect=connect,
-                options=options,
-                servers=lines,
+            adapt(
+                SOURCE.read_text(), socket=folder / "haproxy.sock", bind=bind, servers=servers, inter=inter,
                 retries=retries,
             )
-        )
+        )  # fmt: skip
 
     @property
     def command(self) -> list[str]:

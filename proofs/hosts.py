@@ -126,8 +126,8 @@ class Hosts:
             "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}",
         }  # fmt: skip
         self.proxy = HAProxy(
-            folder, PORT, [f"{h} {ADDRESSES[h]}:{PORT} check" for h in ("s1", "s2")], address=ADDRESSES["edge"],
-            inter="1s", connect="1s", options="on-marked-down shutdown-sessions", retries=2,
+            folder, PORT, [f"{h} {ADDRESSES[h]}:{PORT}" for h in ("s1", "s2")], address=ADDRESSES["edge"],
+            retries=2,
         )  # fmt: skip
 
     def spawn(self, name: str, host: str, command: list[str]) -> Process:

@@ -112,7 +112,7 @@ class Rollout:
         self.args = args
         self.port = find_free_port()
         self.proxy = HAProxy(
-            rig.folder, self.port, [f"slot{i} 127.0.0.1:1 check disabled" for i in range(SLOTS)],
+            rig.folder, self.port, [f"slot{i} 127.0.0.1:1 disabled" for i in range(SLOTS)],
             inter=f"{max(100, int(2000 / args.scale))}ms",
         )  # fmt: skip
         self.free = list(range(SLOTS))

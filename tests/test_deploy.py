@@ -10,6 +10,7 @@ import yaml
 
 from inference.config import Config
 from inference.environ import env_name
+from proofs.haproxy import adapt
 from sluice.conf import ServerConfig
 from tests.conftest import ROOT
 
@@ -85,3 +86,23 @@ def test_systemd_numbers_add_up(unit: str) -> None:
     wanted = config.longest_stop if unit == "sluice-server" else float(env["SLUICE_DRAIN_TIMEOUT"]) + 10
     assert float(service["TimeoutStopSec"]) >= wanted
     assert service["KillMode"] == "mixed"
+
+
+def test_haproxy_is_what_is_proved() -> None:
+    """The proofs run this very file; what they need of it, and what would cut the streams of a drain."""
+    text = (DEPLOY / "haproxy.cfg").read_text()
+    lines = [line.strip() for line in text.splitlines() if not line.strip().startswith("#")]
+    assert any("/readyz" in line for line in lines if line.startswith("http-check send"))
+    assert not any("on-marked-down" in line for line in lines)
+    seconds = {line.split()[1]: line.split()[2] for line in lines if line.startswith("timeout")}
+    config, core = ServerConfig.from_env({}), Config.from_env({})
+    for name in ("client", "server", "tunnel"):
+        longest = max(core.ping_interval, config.ws_ping_interval + config.ws_ping_timeout)
+        assert float(seconds[name].rstrip("s")) > longest, name
+    adapted = adapt(text, socket=DEPLOY / "x", bind="127.0.0.1:1", servers=["a 1:1", "b 1:2"], inter="7s", retries=0)
+    assert [line.split()[1] for line in adapted.splitlines() if line.startswith("    server ")] == ["a", "b"]
+    assert "inter 7s" in adapted
+    changed = {line.split()[0] for line in set(adapted.splitlines()) ^ set(text.splitlines())}
+    assert changed <= {"stats", "retries", "bind", "default-server", "server"}
+    with pytest.raises(ValueError, match="retries"):
+        adapt(text.replace("retries 2", ""), socket=DEPLOY, bind="", servers=[], inter="", retries=0)
