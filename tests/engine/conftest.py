@@ -16,6 +16,7 @@ from inference.engine.base import Engine
 from inference.engine.openai_upstream import OpenAIEngine
 from inference.engine.scripted import ScriptedEngine, ScriptedOptions
 from inference.messages import Job, SamplingParams
+from tests.engine.contract_table import ContractTable
 from tests.engine.rig import Rig, write_tiny_model
 from tests.engine.upstream import Upstream
 
@@ -23,6 +24,15 @@ CONTEXT = 1024
 DEVICE = os.environ.get("SLUICE_TEST_DEVICE", "cpu")
 """Where the transformers engine runs; ``scripts/gpu_check.py`` sets it."""
 SLOTS = 4
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--contract-table", metavar="FILE", help="write what the contract suite gave into a document")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--contract-table", None):
+        config.pluginmanager.register(ContractTable(Path(path)))
 
 
 class Kit:

@@ -8,10 +8,22 @@ import pytest
 
 from inference.engine.base import Engine
 from inference.errors import EngineDied, Overloaded, TooLarge
+from tests.conftest import ROOT
 from tests.engine.conftest import CONTEXT, SLOTS, Kit
+from tests.engine.contract_table import MARKS, promise
 
 # Answers that last long enough to be interfered with; an upstream ends by itself at 40 words.
 LONG = 400
+
+
+def test_the_documents_name_every_promise() -> None:
+    """The table is made by ``pytest tests/engine/test_contract.py --contract-table docs/development.md``."""
+    text = (ROOT / "docs/development.md").read_text().partition(MARKS[0])[2].partition(MARKS[1])[0]
+    told = [line.split("|")[1].strip() for line in text.splitlines()[3:] if line]
+    assert told == [
+        promise(name) for name, value in globals().items() if "kit" in getattr(value, "__annotations__", {})
+    ]
+    assert "failed" not in text and "not run" not in text
 
 
 async def test_loading_tells_what_the_engine_can_do(kit: Kit) -> None:

@@ -88,6 +88,8 @@ async def test_prefixes_are_shared_in_every_process_alike(rigs: tuple[Rig, Rig])
     assert again.outputs[0].cached >= 512
 
 
+# The library's thread stumbles over the lost connection a second time, while it tells the others.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_the_end_of_one_process_ends_the_engine(tiny_folder: str) -> None:
     rig = await Rig(TransformersEngine(tiny_folder, alias="tiny", device=TWO, config=tiny_config())).load()
     answer = rig.submit(job("a", max_tokens=1500, ignore_eos=True))
