@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 from redis.exceptions import RedisError
 
-from benchmarks.processes import machine
+from benchmarks.processes import family, machine
 from inference.config import Config
 from inference.embedded import find_binary
 from inference.errors import StoreUnavailable
@@ -226,6 +226,11 @@ class Hosts:
         pid = self.processes[host].pid
         return next(s.id for s in await self.views.servers() if s.pid == pid)
 
+    async def worker_of(self, host: str) -> str:
+        """Id of the worker of a pool's host."""
+        pool = self.processes[host].pid
+        return next(w.id for w in await self.views.workers() if w.pid in family(pool))
+
     def destroy(self) -> None:
         for process in self.processes.values():
             process.destroy()
@@ -303,13 +308,20 @@ class Proof:
         await asyncio.sleep(self.args.hold)
 
     async def cut_pool(self) -> str:
-        pid = {w.pid for w in await self.hosts.views.workers()}
+        views = self.hosts.views
+        before = {w.pid: w.id for w in await views.workers()}
+        cut = await self.hosts.worker_of("p1")
+        held = {v.id: v.attempt for v in (await views.page(0, 1000)).items if v.worker == cut}
         self.hosts.change("p1", cut=True)
         await asyncio.sleep(self.args.hold)
         self.hosts.change("p1", cut=False)
         await eventually(self.hosts.serves, 60, every=0.2, what="the pool's worker is seen again")
-        back = {w.pid for w in await self.hosts.views.workers()}
-        return f"the worker that came back is {'the same process' if back == pid else 'another process'}"
+        back = {w.pid: w.id for w in await views.workers()}
+        kept = [v for v in (await views.page(0, 1000)).items if held.get(v.id) == v.attempt and v.worker == cut]
+        return (
+            f"the worker held {len(held)} requests when it was cut off; it came back as "
+            f"{'the same process' if back == before else 'another process'} and {len(kept)} of them were still its own"
+        )
 
     async def cut_server(self) -> None:
         self.hosts.change("s1", cut=True)
