@@ -2,10 +2,14 @@
 """Sluice's command line. ``manage.py help`` lists the commands, ``manage.py CMD --help`` explains one."""
 
 import os
+import signal
 import sys
 
 
 def main():
+    if sys.argv[1:2] and sys.argv[1] in ("up", "serve", "runworker"):
+        # Until these have handlers of their own, while Django is imported, Ctrl-C ends them without a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.version_info < (3, 11):  # noqa: UP036 - an old Python gets to read this
         sys.exit("Sluice needs Python 3.11 or newer; this is Python %d.%d." % sys.version_info[:2])  # noqa: UP031
     root = os.path.dirname(os.path.abspath(__file__))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-# Asks the kernel for a SIGTERM when the parent goes (Linux only), then becomes the command.
+# Ignores SIGINT until the command has chosen what that does, asks the kernel for a SIGTERM
+# when the parent goes (Linux only), then becomes the command.
 # A preexec_fn would do the same, but may deadlock in a process that has threads.
 _LAUNCHER = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 parent, argv = int(sys.argv[1]), sys.argv[2:]
 if sys.platform == "linux":
     import ctypes
@@ -42,12 +46,17 @@ def spawn(
     Raises:
         OSError: this Python itself cannot be started.
     """
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command],
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT if output is not None else None,
-        env=env,
-        pass_fds=tuple(pass_fds),
-        start_new_session=True,
-    )
+    # Held up until the launcher is far enough to ignore it: Python answers an early one with a traceback.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if output is not None else None,
+            env=env,
+            pass_fds=tuple(pass_fds),
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
