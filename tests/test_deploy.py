@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from inference.config import Config
 from inference.environ import env_name
 from proofs.haproxy import adapt
 from sluice.conf import ServerConfig
+from sluice.metrics.live import LIVE
 from tests.conftest import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -106,3 +108,56 @@ def test_haproxy_is_what_is_proved() -> None:
     assert changed <= {"stats", "retries", "bind", "default-server", "server"}
     with pytest.raises(ValueError, match="retries"):
         adapt(text.replace("retries 2", ""), socket=DEPLOY, bind="", servers=[], inter="", retries=0)
+
+
+def test_kubernetes_names_lead_somewhere() -> None:
+    """What one object calls by name exists: ports, volumes, claims, config maps, selectors, metrics."""
+    for document in documents():
+        assert document["apiVersion"]
+        assert document["metadata"]["name"]
+    deployments = by_kind("Deployment")
+    for name, deployment in deployments.items():
+        pod = deployment["spec"]["template"]["spec"]
+        volumes = {v["name"] for v in pod.get("volumes", [])}
+        claims = {v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v}
+        assert claims <= set(by_kind("PersistentVolumeClaim")), name
+        for container in pod["containers"]:
+            ports = {p["name"] for p in container["ports"]}
+            assert {m["name"] for m in container["volumeMounts"]} <= volumes, name
+            probes = [container[k]["httpGet"] for k in container if k.endswith("Probe")]
+            assert {p["port"] for p in probes} <= ports, name
+            maps = {e["configMapRef"]["name"] for e in container["envFrom"] if "configMapRef" in e}
+            assert maps <= set(by_kind("ConfigMap")), name
+            check({e["name"]: e["value"] for e in container.get("env", [])})
+    server = deployments["sluice-server"]["spec"]["template"]["spec"]["containers"][0]
+    target = by_kind("Service")["sluice"]["spec"]["ports"][0]["targetPort"]
+    assert target in {p["name"] for p in server["ports"]}
+    for name, budget in by_kind("PodDisruptionBudget").items():
+        labels = deployments[name]["spec"]["template"]["metadata"]["labels"]
+        assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert budget["spec"]["minAvailable"] < deployments[name]["spec"]["replicas"]
+    for metric in by_kind("HorizontalPodAutoscaler")["sluice-pool"]["spec"]["metrics"]:
+        assert metric["external"]["metric"]["name"] in LIVE
+
+
+def test_compose_names_lead_somewhere() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    for name, service in compose["services"].items():
+        assert set(service.get("depends_on", {})) <= set(compose["services"]), name
+        assert {v.split(":")[0] for v in service.get("volumes", [])} <= set(compose["volumes"]), name
+        assert ("image" in service) != ("build" in service), name
+        if "build" in service:
+            assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).exists()
+
+
+def test_the_image_hands_signals_on_and_is_not_root() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    said = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines if line[:1].isupper() and " " in line}
+    # Exec form: a shell in between would not hand on SIGTERM, and nothing would drain.
+    assert json.loads(said["ENTRYPOINT"])[-1] == "manage.py"
+    assert json.loads(said["CMD"])[0] == "serve"
+    security = by_kind("Deployment")["sluice-server"]["spec"]["template"]["spec"]["securityContext"]
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert str(security["runAsUser"]) in text
+    assert "USER" in said
+    assert said.get("STOPSIGNAL", "SIGTERM") == "SIGTERM"
