@@ -17,7 +17,7 @@ from inference.config import Config
 from inference.errors import SluiceError
 from inference.logs import configure
 from inference.models.registry import check_models
-from inference.pool import Supervisor, parse_devices
+from inference.pool import Supervisor, check_sharing, parse_devices
 from sluice.command import Command as SluiceCommand
 
 
@@ -32,7 +32,9 @@ class Command(SluiceCommand):
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--devices", help="auto (default), cpu, or for instance cuda:0,cuda:1")
+        parser.add_argument(
+            "--devices", help="auto (default), cpu, cuda:0,cuda:1 (a worker on each) or cuda:0+cuda:1 (one on both)"
+        )
         parser.add_argument("--workers-per-device", type=int, metavar="N", help="processes per device (default 1)")
         parser.add_argument(
             "--metrics-port",
@@ -49,6 +51,7 @@ class Command(SluiceCommand):
         try:
             config, models = self._config(options)
             devices = parse_devices(config.devices)
+            check_sharing(devices, [s for s in config.model_specs() if s.alias in models])
             configure("pool")
             with exported(config):
                 status = asyncio.run(_run(config, devices, models))
