@@ -112,7 +112,7 @@ class Commander:
         return 0.0 if self.down_since is None else time.monotonic() - self.down_since
 
     def take_longest(self) -> float:
-        """Seconds of the longest round trip, answered or not, since this was asked last."""
+        """Seconds of the longest time without an answer since this was asked last: a round trip, or an outage."""
         longest, self._longest = self._longest, 0.0
         return longest
 
@@ -156,6 +156,8 @@ class Commander:
                 self._resolve(call, reply)
         if self.down_since is not None:
             logger.warning("Redis answers again after %.1f s", self.outage(), extra={"event": "redis_up"})
+            # Several round trips that were given up, each after a short time, are one long silence.
+            self._longest = max(self._longest, self.outage())
             self.down_since = None
         self._answered = True
 

@@ -6,12 +6,16 @@ Each test says what happened before the code it guards was there.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import redis.asyncio as redis_async
 
+from inference.embedded import EmbeddedValkey
 from inference.errors import StoreUnavailable
 from inference.gateway import RequestEnded
 from inference.gateway.stream import RequestStream
@@ -316,3 +320,39 @@ async def test_an_outage_counts_from_its_beginning(redis_url: str) -> None:
         for writer in writers:
             writer.transport.abort()
         await asyncio.sleep(0)
+
+
+async def test_round_trips_given_up_one_after_the_other_are_one_silence(
+    fresh_valkey: Callable[[], EmbeddedValkey],
+) -> None:
+    """Reapers judge by the longest silence; with a short time-out an outage has many round trips, each of them short."""
+    from inference.redisio import connect
+
+    valkey = fresh_valkey()
+    assert valkey.pid is not None
+    redis = Commander(lambda: connect(valkey.url, timeout=0.3, client_name="t"), name="t")
+    redis.start()
+    try:
+        await redis.call("PING")
+        redis.take_longest()
+        os.kill(valkey.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        while time.monotonic() - began < 1.2:
+            with pytest.raises(StoreUnavailable):
+                await redis.call("PING")
+            redis.take_longest()
+        os.kill(valkey.pid, signal.SIGCONT)
+        await eventually(lambda: _answers(redis))
+        assert redis.take_longest() >= 1.1
+        await redis.call("PING")
+        assert redis.take_longest() < 1.0, "and only once"
+    finally:
+        os.kill(valkey.pid, signal.SIGCONT)
+        await redis.stop()
+
+
+async def _answers(redis: Commander) -> bool:
+    try:
+        return bool(await redis.call("PING"))
+    except StoreUnavailable:
+        return False
