@@ -325,7 +325,7 @@ async def test_an_outage_counts_from_its_beginning(redis_url: str) -> None:
 async def test_round_trips_given_up_one_after_the_other_are_one_silence(
     fresh_valkey: Callable[[], EmbeddedValkey],
 ) -> None:
-    """Reapers judge by the longest silence; with a short time-out an outage has many round trips, each of them short."""
+    """Reapers judge by the longest silence, and with a short time-out an outage has many round trips."""
     from inference.redisio import connect
 
     valkey = fresh_valkey()
