@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 import pytest
+import redis.asyncio as redis_async
 import websockets
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -38,6 +39,7 @@ from inference import messages
 from inference.embedded import EmbeddedValkey
 from sluice.routes import RouteMatcher, all_routes, is_canonical
 from tests.apps.api import live
+from tests.support import eventually
 
 # The clients here are cut off in the middle on purpose; their own leavings are no finding.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
@@ -368,6 +370,114 @@ async def test_websocket(site: live.Site) -> None:
 
     await asyncio.gather(*(go_on(random.Random(n)) for n in range(6)))
     await assert_unharmed(site)
+
+
+def accepted_message(rng: random.Random, ref: str) -> dict[str, Any]:
+    """A ``generate`` that is right in every field, with values from all over what is allowed."""
+    message: dict[str, Any] = {"type": "generate", "id": ref, "model": rng.choice(["demo", "slow"])}
+    message["max_tokens"] = rng.choice([1, 2, 7, rng.randrange(1, 200)])
+    text = rng.choice(["x", "<|im_end|>", "\u202e\U0001f600 é", "a b " * rng.randrange(1, 60), "</s>[INST]"])
+    if rng.random() < 0.5:
+        message["prompt"] = text
+    else:
+        turns = [("user", text), ("assistant", "ok"), ("user", "and?")][: rng.choice([1, 3])]
+        message["messages"] = [{"role": role, "content": content} for role, content in turns]
+        if rng.random() < 0.3:
+            message["messages"].insert(0, {"role": "system", "content": text})
+    choices: dict[str, list[Any]] = {
+        "temperature": [0, 0.0, 1, 2.0, None],
+        "top_p": [0, 0.5, 1, None],
+        "top_k": [-1, 0, 1, 2**31],
+        "min_p": [0, 0.1, 1],
+        "seed": [0, 1, 2**31, -1, None],
+        "presence_penalty": [-2, 0, 2.0],
+        "frequency_penalty": [-2.0, 0.5],
+        "repetition_penalty": [0.5, 1, 10],
+        "stop": ["\n", "zz", ["a", "b"], [], None],
+        "ignore_eos": [True, False],
+        "priority": ["low", "normal", "high"],
+        "timeout": [1, 30, 0.5],
+        "resumable": [True, False],
+    }
+    for name in rng.sample(sorted(choices), rng.randrange(6)):
+        message[name] = rng.choice(choices[name])
+    return message
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_websocket_generations(site: live.Site) -> None:
+    """What is accepted, too: answers under way get cancelled, attached to, left, doubled, and mixed with junk.
+
+    Each accepted one is answered by ``done`` or ``error``, unless its socket was left first.
+    """
+    until = time.monotonic() + SECONDS
+    known: list[str] = []
+
+    async def listen(ws: ClientConnection, open_refs: set[str]) -> None:
+        with contextlib.suppress(websockets.ConnectionClosed):
+            async for raw in ws:
+                message = json.loads(raw)
+                COUNTS[f"wsgen {message['type']}"] += 1
+                ref = message.get("id")
+                if message["type"] == "accepted":
+                    known.append(message["request_id"])
+                    open_refs.add(ref)
+                elif message["type"] == "done":
+                    open_refs.discard(ref)
+                elif message["type"] == "error":
+                    assert message["error"]["code"] not in ("internal", "internal_error"), message
+                    open_refs.discard(ref)
+
+    def act(rng: random.Random, number: int, refs: list[str]) -> dict[str, Any]:
+        kind = rng.choices(["generate", "cancel", "attach", "ping", "double"], [60, 12, 8, 8, 12])[0]
+        if kind == "cancel" and refs:
+            return {"type": "cancel", "id": rng.choice(refs)}
+        if kind == "attach" and known:
+            return {"type": "attach", "id": f"r{number}", "request_id": rng.choice(known), "after": rng.randrange(4)}
+        if kind == "ping":
+            return {"type": "ping"}
+        ref = rng.choice(refs) if kind == "double" and refs else f"g{number}"
+        refs.append(ref)
+        COUNTS["wsgen generations asked for"] += 1
+        return accepted_message(rng, ref)
+
+    async def go_on(rng: random.Random) -> None:
+        while time.monotonic() < until:
+            open_refs: set[str] = set()
+            refs: list[str] = []
+            async with opened(site) as ws:
+                listening = asyncio.create_task(listen(ws, open_refs))
+                with contextlib.suppress(websockets.ConnectionClosed):
+                    for number in range(rng.randrange(5, 30)):
+                        await ws.send(json.dumps(act(rng, number, refs)))
+                        if rng.random() < 0.1:
+                            await ws.send(socket_message(rng))
+                        await asyncio.sleep(rng.choice([0, 0, 0.01, 0.05]))
+                if rng.random() < 0.3:
+                    ws.transport.abort()
+                elif rng.random() < 0.7:
+                    deadline = time.monotonic() + 30
+                    while open_refs and not listening.done() and time.monotonic() < deadline:
+                        await asyncio.sleep(0.02)
+                    assert listening.done() or not open_refs, f"never answered: {open_refs}"
+                await ws.close()
+                await listening
+                COUNTS[f"wsgen closed {ws.close_code}"] += 1
+                assert ws.close_code != 1011
+
+    await asyncio.gather(*(go_on(random.Random(100 + n)) for n in range(6)))
+    asked, accepted = COUNTS["wsgen generations asked for"], COUNTS["wsgen accepted"]
+    assert accepted > 0.3 * asked, f"{accepted} of {asked} were accepted: most of this tests refusals"
+    await eventually(lambda: nothing_runs(site), 40, every=0.5, what="nothing runs any more")
+    await assert_unharmed(site)
+
+
+async def nothing_runs(site: live.Site) -> bool:
+    async with redis_async.Redis.from_url(site.env["REDIS_URL"]) as redis:
+        prefix = site.env.get("SLUICE_REDIS_PREFIX", "sluice:")
+        # Resumable ones that nobody reads any more may go on until the end of their time.
+        return bool(await redis.zcard(f"{prefix}live") == await redis.zcard(f"{prefix}detached"))
 
 
 @pytest.mark.slow
