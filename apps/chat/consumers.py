@@ -37,12 +37,13 @@ from django.contrib.auth import get_user_model
 from django.db import DatabaseError
 
 from apps.accounts.auth import authenticate
-from apps.chat import services
+from apps.chat import services, turns, writing
 from apps.chat.live import Shown, complete
 from apps.chat.recorder import Caller, Recorder
 from apps.chat.recording import Recording
 from apps.chat.serialise import conversation_json, message_json, sibling_ids
-from apps.chat.services import ChatError, Turn
+from apps.chat.services import ChatError
+from apps.chat.turns import Turn
 from inference.errors import NotServing, SluiceError, StoreUnavailable
 from sluice import runtime
 from sluice.consumers import StreamingWebSocketConsumer
@@ -153,7 +154,7 @@ class ChatConsumer(StreamingWebSocketConsumer):
     def _start_turn(self, ref: str, body: dict[str, Any]) -> tuple[Turn, dict[str, Any]]:
         user = get_user_model().objects.get(pk=self.principal.user_id)
         model = self._model(user, body)
-        turn = services.start_turn(user, str(body.get("op", "send")), body, ref, model)
+        turn = turns.start_turn(user, str(body.get("op", "send")), body, ref, model)
         messages = [message for message in (turn.user_message, turn.answer) if message is not None]
         return turn, {
             "conversation": conversation_json(turn.conversation),
@@ -189,7 +190,7 @@ class ChatConsumer(StreamingWebSocketConsumer):
         recording = keeper.join(message, self._caller())
         await self._stream(ref, recording, message)
         if recording is not None:
-            await database_sync_to_async(services.unhold)(message.id)
+            await database_sync_to_async(writing.unhold)(message.id)
 
     async def _cancel(self, ref: str, body: dict[str, Any]) -> None:
         keeper = recorder()

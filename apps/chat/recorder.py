@@ -7,7 +7,7 @@ nothing about what is stored.
 
 An answer nobody watches is stopped: after ``CHAT_LEAVE_GRACE`` seconds where the
 page said that it goes (a reload comes back within that, or at least asks for its
-page, which holds the answer for ``services.HOLD_SECONDS``), after
+page, which holds the answer for ``writing.HOLD_SECONDS``), after
 ``CHAT_LOST_GRACE`` where the connection was lost.
 
 Another server may be writing: then the rows are followed, and taken over once
@@ -33,11 +33,12 @@ from apps.accounts.limits import LimitExceeded, limiter_of
 from apps.accounts.quota import Quota
 from apps.api.errors import ApiError
 from apps.api.service import chat_job
-from apps.chat import services
+from apps.chat import turns, writing
 from apps.chat.models import Message
 from apps.chat.recording import Recording
 from apps.chat.serialise import message_json, sibling_ids
-from apps.chat.services import State, Turn
+from apps.chat.turns import Turn
+from apps.chat.writing import State
 from inference.errors import NotFound, Refused, StoreUnavailable
 from inference.gateway import Detached, Gateway, RequestEnded, RequestSpec, RequestStream
 from inference.lifecycle import Reason
@@ -77,7 +78,7 @@ class Recorder:
     # -- for the consumer --------------------------------------------------------------------
 
     def start(self, turn: Turn, caller: Caller) -> Recording:
-        """Begin generating an answer that ``services.start_turn`` has set up."""
+        """Begin generating an answer that ``turns.start_turn`` has set up."""
         answer = turn.answer
         recording = Recording(answer.id, answer.conversation_id, caller.user_id, answer.text)
         recording.tokens = answer.generated_tokens if turn.continues else 0
@@ -142,7 +143,7 @@ class Recorder:
     async def _abandon(self, recording: Recording, grace: float) -> None:
         try:
             await asyncio.sleep(grace)
-            while await database_sync_to_async(services.held)(recording.message_id):  # noqa: ASYNC110
+            while await database_sync_to_async(writing.held)(recording.message_id):  # noqa: ASYNC110
                 await asyncio.sleep(0.5)
             if not recording.watchers and not recording.over:
                 await self.stop(recording, Reason.CLIENT_GONE)
@@ -152,9 +153,9 @@ class Recorder:
 
     async def _generate(self, recording: Recording, turn: Turn, caller: Caller) -> None:
         try:
-            begin = database_sync_to_async(services.begin_request)
+            begin = database_sync_to_async(writing.begin_request)
             await begin(recording.message_id, recording.request_id)
-            messages = await database_sync_to_async(services.prompt_messages)(turn)
+            messages = await database_sync_to_async(turns.prompt_messages)(turn)
             params = {
                 name: turn.conversation.settings[name]
                 for name in ("temperature", "top_p", "max_tokens")
@@ -231,7 +232,7 @@ class Recorder:
                 return False
             if recording.watchers:
                 # The writer counts only its own watchers; this keeps it going for ours.
-                await database_sync_to_async(services.hold)(row.conversation_id)
+                await database_sync_to_async(writing.hold)(row.conversation_id)
             await asyncio.sleep(FOLLOW_SECONDS)
 
     async def _record(self, recording: Recording, opener: Opener) -> None:
@@ -289,7 +290,7 @@ class Recorder:
                 await asyncio.sleep(1)
 
     async def _checkpoint(self, recording: Recording) -> None:
-        await database_sync_to_async(services.checkpoint)(
+        await database_sync_to_async(writing.checkpoint)(
             recording.message_id, recording.request_id, **recording.progress()
         )
 
@@ -322,7 +323,7 @@ class Recorder:
         try:
             await self._checkpoint(recording)
             if free:
-                await database_sync_to_async(services.abandon)(recording.message_id, recording.request_id)
+                await database_sync_to_async(writing.abandon)(recording.message_id, recording.request_id)
         except DatabaseError:
             logger.warning("chat answer %s: last text not saved", recording.message_id)
         recording.release()
@@ -337,7 +338,7 @@ class Recorder:
         }
         for delay in (0.1, 0.5, 2.0, 5.0, None):
             try:
-                finish = database_sync_to_async(services.finish)
+                finish = database_sync_to_async(writing.finish)
                 await finish(recording.message_id, recording.request_id, **fields)
                 break
             except DatabaseError:

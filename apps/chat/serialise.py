@@ -7,7 +7,7 @@ from typing import Any
 
 from apps.chat.live import complete_content
 from apps.chat.models import Conversation, Message, branch
-from apps.chat.services import is_cut
+from apps.chat.turns import is_cut
 
 
 def conversation_json(conversation: Conversation) -> dict[str, Any]:

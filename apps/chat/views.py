@@ -15,7 +15,7 @@ from django.shortcuts import render
 from django.views.decorators.csrf import ensure_csrf_cookie
 from django.views.decorators.http import require_http_methods, require_safe
 
-from apps.chat import services
+from apps.chat import services, writing
 from apps.chat.models import Conversation, Preset
 from apps.chat.serialise import conversation_json, detail_json, export_json, export_markdown
 from apps.chat.services import ChatError, Missing
@@ -71,7 +71,7 @@ def page(request: HttpRequest, conversation_id: Any = None) -> HttpResponse:
         if found is None:
             return render(request, "chat/missing.html", status=404)
         # The page was perhaps just reloaded in mid-answer: its socket is on its way.
-        services.hold(found.id)
+        writing.hold(found.id)
         detail = detail_json(found)
     boot = {"list": _list(request, "", 0), "detail": detail, "presets": _presets(request.user)}
     response = render(request, "chat/chat.html", {"boot": boot})
@@ -116,7 +116,7 @@ def conversation(request: HttpRequest, conversation_id: Any) -> HttpResponse:
 
 def _stop_all(found: Conversation) -> None:
     """End what is still being written; a deleted answer has no reader."""
-    for message in services.streaming_answers(found):
+    for message in writing.streaming_answers(found):
         if message.request_id:
             try:
                 async_to_sync(runtime.gateway().cancel)(message.request_id, Reason.USER)

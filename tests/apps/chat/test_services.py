@@ -8,10 +8,11 @@ import pytest
 from django.contrib.auth import get_user_model
 from django.test import Client
 
-from apps.chat import services
+from apps.chat import services, turns, writing
 from apps.chat.models import Conversation, Message, Preset
 from apps.chat.serialise import detail_json
-from apps.chat.services import ChatError, Missing, Turn
+from apps.chat.services import ChatError, Missing
+from apps.chat.turns import Turn
 
 pytestmark = pytest.mark.django_db
 
@@ -30,15 +31,15 @@ def eve() -> Any:
 
 def start(user: Any, op: str = "send", ref: str = "", **body: Any) -> Turn:
     start.count += 1  # type: ignore[attr-defined]
-    return services.start_turn(user, op, body, ref or f"ref-{start.count}", "m")  # type: ignore[attr-defined]
+    return turns.start_turn(user, op, body, ref or f"ref-{start.count}", "m")  # type: ignore[attr-defined]
 
 
 start.count = 0  # type: ignore[attr-defined]
 
 
 def end(turn: Turn, text: str = "ok", state: str = State.COMPLETE, reason: str = "stop") -> Message:
-    services.begin_request(turn.answer.id, "r")
-    assert services.finish(turn.answer.id, "r", text=text, state=state, reason=reason)
+    writing.begin_request(turn.answer.id, "r")
+    assert writing.finish(turn.answer.id, "r", text=text, state=state, reason=reason)
     turn.answer.refresh_from_db()
     return turn.answer
 
@@ -52,7 +53,7 @@ def test_a_first_send_makes_conversation_title_and_answer(user: Any) -> None:
     assert turn.conversation.title == "Hello there"
     assert turn.conversation.settings == {"temperature": 0.5}
     assert turn.answer.streaming and turn.conversation.leaf_id == turn.answer.id
-    assert services.prompt_messages(turn) == [{"role": "user", "content": "# Hello **there**\nmore"}]
+    assert turns.prompt_messages(turn) == [{"role": "user", "content": "# Hello **there**\nmore"}]
 
 
 def test_ui_01_the_same_reference_is_one_send(user: Any) -> None:
@@ -66,7 +67,7 @@ def test_ui_02_cut_answers_are_not_fed_back_as_finished(user: Any) -> None:
     one = start(user, text="first", settings={"system": "Be brief."})
     end(one, "half of", State.FAILED, "worker_lost")
     two = follow_up(user, one, "second")
-    assert services.prompt_messages(two) == [
+    assert turns.prompt_messages(two) == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "first\n\nsecond"},
     ]
@@ -74,7 +75,7 @@ def test_ui_02_cut_answers_are_not_fed_back_as_finished(user: Any) -> None:
     three = follow_up(user, two, "third")
     end(three, "at the limit", reason="length")
     four = follow_up(user, three, "fourth")
-    assert [m["content"] for m in services.prompt_messages(four)][2:] == ["whole", "third", "at the limit …", "fourth"]
+    assert [m["content"] for m in turns.prompt_messages(four)][2:] == ["whole", "third", "at the limit …", "fourth"]
 
 
 def test_continue_goes_on_in_the_same_message(user: Any) -> None:
@@ -82,7 +83,7 @@ def test_continue_goes_on_in_the_same_message(user: Any) -> None:
     end(turn, "one two", State.STOPPED, "user")
     more = start(user, "continue", message=turn.answer.id)
     assert more.continues and more.answer.id == turn.answer.id and more.answer.text == "one two"
-    assert services.prompt_messages(more)[-1] == {"role": "assistant", "content": "one two"}
+    assert turns.prompt_messages(more)[-1] == {"role": "assistant", "content": "one two"}
     end(more, "one two three")
     with pytest.raises(ChatError, match="Only an answer that was cut"):
         start(user, "continue", message=turn.answer.id)
@@ -124,12 +125,12 @@ def test_nothing_is_sent_under_an_answer_that_is_being_written(user: Any) -> Non
 
 def test_an_end_is_written_once_and_only_by_its_writer(user: Any) -> None:
     turn = start(user, text="a")
-    services.begin_request(turn.answer.id, "new")
-    assert not services.checkpoint(turn.answer.id, "old", 9, text="stale")
-    assert services.checkpoint(turn.answer.id, "new", 2, text="two")
-    assert not services.checkpoint(turn.answer.id, "new", 1, text="one")
-    assert services.finish(turn.answer.id, "new", state=State.COMPLETE, text="done")
-    assert not services.finish(turn.answer.id, "new", state=State.FAILED, text="lost")
+    writing.begin_request(turn.answer.id, "new")
+    assert not writing.checkpoint(turn.answer.id, "old", 9, text="stale")
+    assert writing.checkpoint(turn.answer.id, "new", 2, text="two")
+    assert not writing.checkpoint(turn.answer.id, "new", 1, text="one")
+    assert writing.finish(turn.answer.id, "new", state=State.COMPLETE, text="done")
+    assert not writing.finish(turn.answer.id, "new", state=State.FAILED, text="lost")
     turn.answer.refresh_from_db()
     assert (turn.answer.text, turn.answer.state) == ("done", State.COMPLETE)
 
@@ -219,7 +220,7 @@ def test_search_finds_titles_and_texts(user: Any) -> None:
     ],
 )
 def test_titles(text: str, title: str) -> None:
-    assert services.auto_title(text) == title
+    assert turns.auto_title(text) == title
 
 
 def test_json_calls_need_a_user_and_a_token(user: Any) -> None:
