@@ -25,6 +25,7 @@ from websockets.exceptions import WebSocketException
 from inference.errors import StoreUnavailable
 from inference.messages import Ending, decode_ending
 from inference.store import audit
+from tests.faults import ledger
 from tests.faults.harness import Process, Rig, Server
 from tests.faults.transports import STREAMING, TRANSPORTS, Call
 from tests.support import eventually
@@ -243,7 +244,7 @@ class Soak:
         gauges = await self._open()
         self.row("open exchanges, streams, unsettled", gauges, gauges == 0)
         await self._endings()
-        self._counters()
+        await self._counters()
         await self._aborts()
         with contextlib.suppress(AssertionError):  # the rows below judge
             await eventually(lambda: self._steady(before), 20, what="steady")
@@ -273,7 +274,7 @@ class Soak:
     async def _steady(self, before: dict[str, tuple[int, int, int]]) -> bool:
         return all(now[0] <= before[name][0] + 4 for name, now in self.usage().items())
 
-    def _counters(self) -> None:
+    async def _counters(self) -> None:
         """What the metrics of all processes say, dead ones included."""
         counted = self.rig.counted
         started, ended = counted("sluice_requests_started_total"), counted("sluice_requests_total")
@@ -283,6 +284,16 @@ class Soak:
         self.row("metrics: started, not counted as ended", f"{started - ended:g}", abs(started - ended) <= allowed)
         first = counted("sluice_time_to_first_token_seconds_count")
         self.row("metrics: requests with a first token", f"{first:g}", 0 < first <= ended)
+        gaps = counted("sluice_inter_token_latency_seconds_count")
+        self.row("metrics: times between tokens", f"{gaps:g}", gaps > 0)
+        # Resumable requests have several readers here, and killed servers take along what they had measured.
+        self.rig.uncounted = ledger.Allowance(killed=allowed, all_reread=True)
+        try:
+            await eventually(self.rig.is_accounted, 10, every=0.2)
+        except AssertionError as exc:
+            self.row("metrics, logs and gauges balance", exc.__cause__ or exc, False)
+        else:
+            self.row("metrics, logs and gauges balance", "yes", True)
 
     async def _endings(self) -> None:
         raw = await self.rig.redis.call("LRANGE", self.rig.store.keys.history, 0, -1)

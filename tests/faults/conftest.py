@@ -22,22 +22,46 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.faults)
 
 
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    if report.failed:
+        item.stash[_FAILED] = True
+    return report
+
+
+async def _finish(rig: Rig, request: pytest.FixtureRequest) -> None:
+    """After every fault: nothing in flight, and the metrics balance. A test that has failed says enough."""
+    if request.node.stash.get(_FAILED, False):
+        rig.show()
+    else:
+        await rig.settled()
+
+
 @pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+async def rig(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     """A rig with the default settings of these tests."""
     async with Rig(tmp_path) as made:
         yield made
+        await _finish(made, request)
 
 
 @pytest.fixture
-async def make_rig(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+async def make_rig(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Any]]:
     """A factory of rigs with other settings (environment variables by name)."""
     async with AsyncExitStack() as stack:
+        made: list[Rig] = []
 
         async def make(**settings: Any) -> Rig:
-            return await stack.enter_async_context(Rig(tmp_path, **settings))
+            made.append(await stack.enter_async_context(Rig(tmp_path, **settings)))
+            return made[-1]
 
         yield make
+        for rig in made:
+            await _finish(rig, request)
 
 
 @pytest.fixture

@@ -30,12 +30,15 @@ from inference.messages import Abort, Ending, decode_ending, decode_worker_messa
 from inference.redisio import Commander, connect
 from inference.store import AuditReport, RequestStore, StoreViews, audit
 from tests.conftest import ROOT
+from tests.faults import ledger
+from tests.platform.metrics_site import Sample
 from tests.support import eventually, find_free_port
 
 #: Times that make the tests quick; the bounds of the table are computed from these.
 BEAT, TTL, REAP, CHECK = 0.25, 2.0, 0.25, 0.25
 #: What a bound may be missed by on a busy machine with two cores, seconds.
 SLACK = 3.0
+METRICS_TOKEN = "scrapes"
 MODEL = "scripted=scripted:rate=50,faults=1,context=100000,slots=8"
 
 
@@ -53,6 +56,11 @@ class Process:
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, negative for the signal that ended it; ``None`` while it runs."""
+        return self._popen.poll()
 
     def alive(self) -> bool:
         return self._popen.poll() is None
@@ -219,6 +227,7 @@ class Rig:
             "SLUICE_PING_INTERVAL": "1",
             "SLUICE_DEVICES": "cpu",
             "SLUICE_DEBUG": "1",
+            "SLUICE_METRICS_TOKEN": METRICS_TOKEN,
             "DJANGO_SETTINGS_MODULE": "sluice.settings",
             "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}",
             # All processes count here, so that what a killed one has counted is not lost.
@@ -228,6 +237,9 @@ class Rig:
         (folder / "counts").mkdir(exist_ok=True)
         self.aborts: list[tuple[str, str]] = []
         self.key = ""
+        self.uncounted = ledger.Allowance()
+        """What this test knows to be missing from the metrics; see :mod:`tests.faults.ledger`."""
+        self.servers: list[Server] = []
         self._stack = AsyncExitStack()
         self._made = 0
         self._processes: list[Process] = []
@@ -248,10 +260,7 @@ class Rig:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        while OPEN:
-            writer = OPEN.pop()  # named, or it would be collected before it is closed
-            writer.transport.abort()
-        await asyncio.sleep(0)
+        await hang_up()
         for process in reversed(self._processes):
             process.signal(signal.SIGCONT)
             process.signal(signal.SIGTERM)
@@ -265,8 +274,12 @@ class Rig:
             process.destroy()
         await self._stack.aclose()
         if exc[0] is not None:
-            for process in self._processes:
-                print(f"--- {process.path.name}\n{process.log()[-4000:]}")
+            self.show()
+
+    def show(self) -> None:
+        """Print the end of every log."""
+        for process in self._processes:
+            print(f"--- {process.path.name}\n{process.log()[-4000:]}")
 
     async def _count_aborts(self) -> None:
         """Every abort that is published to a worker, with the worker's id."""
@@ -337,6 +350,7 @@ class Rig:
 
         await eventually(ready, 40, what="the server is ready")
         server.id = await self._id_of(process.pid)
+        self.servers.append(server)
         return server
 
     async def _id_of(self, pid: int) -> str:
@@ -388,26 +402,50 @@ class Rig:
             return report[0].records == 0
 
         await eventually(clean, 5, what="a clean audit")
-        await eventually(self.is_accounted, 5, what="what was started has been counted as ended")
+        await eventually(self.is_accounted, 8, every=0.1, what="the metrics to balance")
         return took
 
     def counted(self, name: str, **labels: str) -> float:
         """The sum of a counter's series over all processes, dead ones included."""
-        wanted = labels.items()
-        return sum(
-            sample.value
-            for metric in multiproc.Merged(str(self.folder / "counts"), own=False).collect()
-            for sample in metric.samples
-            if sample.name == name and wanted <= sample.labels.items()
-        )
+        return sum(value for found, value in self.series(name) if labels.items() <= found.items())
 
-    def is_accounted(self) -> bool:
-        """Whether started = sum of outcomes, and each request with a token has one TTFT."""
-        started, ended = self.counted("sluice_requests_started_total"), self.counted("sluice_requests_total")
-        assert started == ended, f"{started:g} were started and {ended:g} have ended"
-        assert self.counted("sluice_request_duration_seconds_count") == ended
-        assert self.counted("sluice_time_to_first_token_seconds_count") <= ended
+    def series(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of each series of a counter."""
+        merged = multiproc.Merged(str(self.folder / "counts"), own=False)
+        return [(s.labels, s.value) for metric in merged.collect() for s in metric.samples if s.name == name]
+
+    def sums(self) -> dict[str, float]:
+        """Those sums that the books are kept with, all of one moment."""
+        sums = dict.fromkeys(ledger.NAMES, 0.0)
+        for metric in multiproc.Merged(str(self.folder / "counts"), own=False).collect():
+            for sample in metric.samples:
+                if sample.name in sums:
+                    sums[sample.name] += sample.value
+        return sums
+
+    async def is_accounted(self) -> bool:
+        """Whether the metrics of all processes balance, and every server's gauges say that nothing is in flight."""
+        if any(s.process.status == -signal.SIGKILL for s in self.servers):
+            self.uncounted.all_reread = True
+        ledger.balance(ledger.read(p.log() for p in self._processes), self.sums(), self.uncounted)
+        for server in self.servers:
+            if server.process.alive():
+                try:
+                    sample = await server.scrape()
+                except OSError:
+                    continue  # it is leaving, and accepts no more
+                for name in ledger.AT_REST:
+                    assert sample.sum(name) == 0, f"{name} is {sample.sum(name):g} at rest"
+                assert all(value >= 0 for value in sample.series.values())
         return True
+
+    async def settled(self, timeout: float = 20.0) -> None:
+        """The end of every test: clients hang up, nothing is left in flight, and the books balance."""
+        await hang_up()
+        self.valkey.signal(signal.SIGCONT)
+        for process in self._processes:
+            process.signal(signal.SIGCONT)
+        await self.quiet(timeout)
 
     async def ending(self, request_id: str, timeout: float = 15.0) -> Ending:
         """The one summary of a request in the history; fails where it is there twice."""
@@ -466,6 +504,14 @@ class Server:
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             return 0
 
+    async def scrape(self, token: str = METRICS_TOKEN) -> Sample:
+        """What ``/metrics`` says now."""
+        exchange = await Exchange.open(self.port, "GET", "/metrics", key=token)
+        body = await exchange.body()
+        await exchange.close()
+        assert exchange.status == 200, body
+        return Sample(body.decode())
+
     async def post(self, path: str, body: dict[str, Any], **options: Any) -> Exchange:
         """Send a request and read the reply's headers."""
         return await Exchange.open(self.port, "POST", path, key=self.key, body=body, **options)
@@ -477,6 +523,14 @@ class Server:
 
 OPEN: list[asyncio.StreamWriter] = []
 """Sockets of clients; a rig closes what a test leaves open."""
+
+
+async def hang_up() -> None:
+    """Reset every connection that a test has left open."""
+    while OPEN:
+        writer = OPEN.pop()  # named, or it would be collected before it is closed
+        writer.transport.abort()
+    await asyncio.sleep(0)
 
 
 class Exchange:
