@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from inference import metrics, tracing
+from inference import metrics
 from inference.config import Config, host_name
-from inference.endings import log_ending, lost_ending
-from inference.errors import NotFound, NotServing, Overloaded, Refused, StoreUnavailable, TooLarge, UnknownModel
+from inference.errors import NotFound, NotServing, Refused, StoreUnavailable, TooLarge, UnknownModel
 from inference.gateway.hub import Hub
+from inference.gateway.ledger import Ledger
 from inference.gateway.presence import Presence
 from inference.gateway.questions import Questions
 from inference.gateway.sampler import Sampler
@@ -40,16 +40,6 @@ logger = logging.getLogger("sluice.gateway")
 
 _SETTLE_WAIT = 2.0
 """Seconds for which a finished answer waits for Redis before its body ends all the same."""
-_UNCONFIRMED = 1000
-_REFUSALS: dict[type[BaseException], str] = {
-    UnknownModel: "unknown_model",
-    NotServing: "not_serving",
-    TooLarge: "too_large",
-    Overloaded: "overloaded",
-    StoreUnavailable: "store_unavailable",
-}
-
-
 _UNSERVED_LIMIT = 20.0
 """Seconds without a worker, or one on its way, after which a model's waiting requests end."""
 
@@ -77,25 +67,19 @@ class Gateway(Questions):
         self.config = config
         self.state = "serving"
         self._on_beat = on_beat or dict
-        self._on_ending = on_ending or (lambda ending: None)
-        self._on_accepted = on_accepted or (lambda spec: None)
         self._on_stream = on_stream or (lambda stream: None)
         self._on_command = on_command or (lambda verb: None)
         self._started_ms = int(time.time() * 1000)
         self._aliases = [s.alias for s in config.model_specs()]
         metrics.know(self._aliases)
-        self._unconfirmed: dict[str, Submission] = {}
-        """Submissions whose reply was lost: they count as started once they are seen to end."""
-        self._traces: dict[str, tracing.RequestTrace] = {}
-        """Requests of this server: what their last log line and their spans need."""
-        self._loose: set[asyncio.Task[None]] = set()
         dial = lambda: connect(config.redis_url, timeout=config.redis_timeout, client_name=f"sluice-{self.id}")  # noqa: E731
         self.redis = Commander(dial, name=self.id)
         self.store = RequestStore(self.redis, config)
         self.views = StoreViews(self.redis, self.store.keys)
-        self.settler = Settler(self.store, self.id, self._ended)
+        self._ledger = Ledger(self.store, self.id, on_accepted=on_accepted, on_ending=on_ending)
+        self.settler = Settler(self.store, self.id, self._ledger.ended)
         self.presence = Presence(self.store, self.views, self.id, self._beat)
-        self.reaper = Reaper(self.store, self.views, self._ended)
+        self.reaper = Reaper(self.store, self.views, self._ledger.ended)
         self._series = Series(self.redis, self.store.keys)
         self._sampler = Sampler(self._series, lambda: self.presence.workers)
         self._hub = Hub(
@@ -139,8 +123,7 @@ class Gateway(Questions):
         self._started = False
         await self.end_streams()
         left = await self.settler.stop(timeout)
-        if self._loose:
-            await asyncio.wait(self._loose, timeout=1.0)
+        await self._ledger.close()
         await self._sampler.stop()
         await self.reaper.stop()
         await self.presence.stop()
@@ -180,6 +163,11 @@ class Gateway(Questions):
     def streams(self) -> list[RequestStream]:
         return self._hub.streams()
 
+    @property
+    def untold(self) -> int:
+        """Requests of this server whose end has neither been told nor handed to another."""
+        return self._ledger.open
+
     # -- requests --------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -193,10 +181,9 @@ class Gateway(Questions):
         try:
             info = self._admit(spec)
         except Refused as exc:
-            metrics.refused(spec.job.model, _REFUSALS[type(exc)])
+            self._ledger.refused(spec, exc)
             raise
-        trace, spec = tracing.begin(spec)
-        self._traces[spec.job.id] = trace
+        trace, spec = self._ledger.begin(spec)
         stream = RequestStream(
             spec.job.id,
             spec.job,
@@ -207,7 +194,7 @@ class Gateway(Questions):
         stream.position = lambda: self.views.position(spec.job.model, spec.job.id)
         self._hub.add(stream)
         submitted = self.store.submit(spec, server=self.id, slots=info.slots if info else 0)
-        submitted.add_done_callback(lambda done: self._accepted(spec, done))
+        submitted.add_done_callback(lambda done: self._ledger.accepted(spec, done))
         failure: BaseException | None = None
         try:
             # Shielded: whether it was accepted is still to be known when this reader is gone.
@@ -225,43 +212,7 @@ class Gateway(Questions):
             if accepted:
                 await self._leave(stream, failure, submitted)
             else:
-                self._forget(stream.id)
-
-    def _accepted(self, spec: Submission, submitted: asyncio.Future[tuple[int, int]]) -> None:
-        error = None if submitted.cancelled() else submitted.exception()
-        if submitted.cancelled():
-            return
-        if error is None:
-            self._on_accepted(spec)
-            return
-        metrics.refused(spec.job.model, _REFUSALS.get(type(error), metrics.OTHER))
-        if isinstance(error, StoreUnavailable):
-            self._unconfirmed[spec.job.id] = spec
-            if len(self._unconfirmed) > _UNCONFIRMED:
-                del self._unconfirmed[next(iter(self._unconfirmed))]
-
-    def _left(self, stream: RequestStream, *, detached: bool) -> None:
-        """Redis has answered to what a reader left behind. Where nothing was settled, find out why."""
-        trace = self._traces.get(stream.id)
-        self._forget(stream.id)
-        if trace is not None and stream.admitted and not detached:
-            task = asyncio.create_task(self._lost(stream, trace.spec), name=f"lost-{stream.id}")
-            self._loose.add(task)
-            task.add_done_callback(self._loose.discard)
-
-    async def _lost(self, stream: RequestStream, spec: Submission) -> None:
-        """It was stored, and it is gone although nobody has ended it: Redis lost it, so it ends here."""
-        try:
-            if await self.store.outcome(stream.id) is not None:
-                return
-        except StoreUnavailable:
-            return
-        self._ended(lost_ending(stream, spec, server=self.id, by=self.store.token))
-
-    def _forget(self, request_id: str) -> None:
-        trace = self._traces.pop(request_id, None)
-        if trace is not None:
-            trace.end(None)
+                self._ledger.forget(stream.id)
 
     def _admit(self, spec: Submission) -> ModelInfo | None:
         alias = spec.job.model
@@ -289,13 +240,13 @@ class Gateway(Questions):
         grace = None
         if isinstance(failure, Detached) or (isinstance(stream.ended, Detached) and failure is not None):
             if stream.ended is not None and getattr(stream.ended, "superseded", False):
-                self._forget(stream.id)
+                self._ledger.forget(stream.id)
                 return
             grace = self.config.resume_grace
         elif (gone or isinstance(failure, StoreUnavailable)) and self._resumes(stream):
             grace = self.config.resume_grace
         note = self.settler.put(stream.id, self._outcome(stream, failure), grace=grace, after=after)
-        note.add_done_callback(lambda _: self._left(stream, detached=grace is not None))
+        note.add_done_callback(lambda _: self._ledger.left(stream, detached=grace is not None))
         if not gone:
             # After an outage that was too long already, nothing is gained by waiting once more.
             away = self.redis.outage() > self.config.redis_outage_limit
@@ -378,7 +329,7 @@ class Gateway(Questions):
         ending = await self.store.settle(request_id, outcome, guard=guard)
         if ending is None:
             return None
-        self._ended(ending)
+        self._ledger.ended(ending)
         return outcome
 
     async def command_worker(self, worker: str, verb: Literal["quiet", "resume", "drain", "restart"]) -> bool:
@@ -407,17 +358,6 @@ class Gateway(Questions):
             blocked=self._hub.blocked(),
             **extra,
         )
-
-    def _ended(self, ending: Ending) -> None:
-        unconfirmed = self._unconfirmed.pop(ending.id, None)
-        if unconfirmed is not None:
-            # It was stored after all.
-            self._on_accepted(unconfirmed)
-        trace = self._traces.pop(ending.id, None)
-        if trace is not None:
-            trace.end(ending)
-        log_ending(ending, exchange="" if trace is None else trace.exchange)
-        self._on_ending(ending)
 
     def _stray(self, request_id: str) -> None:
         """A record names this server, which neither streams it nor is about to end it.
