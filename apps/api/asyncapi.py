@@ -116,7 +116,7 @@ CLOSE_CODES = {
     1009: "A message was too big.",
     1012: "The server restarts: connect again, and attach to what was resumable.",
     4400: "The subprotocol is not sluice.v1 (the handshake gets 400).",
-    4401: "No valid key, session or ticket (the handshake gets 401).",
+    4401: "No valid key, session or ticket (the handshake gets 401), or the key was revoked meanwhile.",
     4403: "The origin or the key may not connect (the handshake gets 403).",
     4408: "Nothing was said and nothing ran for too long.",
     4429: "Too many messages.",

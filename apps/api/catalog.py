@@ -62,15 +62,15 @@ class TokenizeConsumer(ApiConsumer):
         tokenizer = await deps.tokenizer(model)
         upstream.check_tokenizer(tokenizer)
         limit = jobs.context_limit(model, tokenizer)
-        if isinstance(asked.prompt, str) == isinstance(asked.messages, list):
-            raise invalid("Give either prompt or messages.", "prompt", "missing_required_parameter")
-        if isinstance(asked.prompt, str):
+        plan.check_one_of(asked.prompt, asked.messages)
+        _check_fit(asked)
+        if asked.prompt is not None:
             text, special = asked.prompt, asked.add_special_tokens is not False
             ids = await prompts.in_thread(
                 lambda: tokenizer.encode_bounded(text, 4 * limit, add_special_tokens=special, trusted=True)
             )
         else:
-            messages = prompts.conversation(asked.messages)  # type: ignore[arg-type]
+            messages = prompts.conversation(asked.messages or [])
             use = toolkit.resolve(asked.tools, None, None)
             kwargs = dict(asked.chat_template_kwargs or {})
             ids = await prompts.in_thread(lambda: prompts.chat_ids(tokenizer, messages, use, 4 * limit, kwargs))
@@ -78,6 +78,17 @@ class TokenizeConsumer(ApiConsumer):
         if asked.return_token_strs:
             out["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
         await self.send_json(200, out)
+
+
+def _check_fit(asked: TokenizeBody) -> None:
+    """Raise 400 for what has no effect on the kind of input that was given."""
+    if asked.prompt is None:
+        if asked.add_special_tokens is not None:
+            raise invalid("The chat template sets the special tokens.", "add_special_tokens", "invalid_value")
+        return
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(asked, name):
+            raise invalid("A plain prompt uses no chat template.", name, "invalid_value")
 
 
 class DetokenizeConsumer(ApiConsumer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from typing import Any
 
@@ -31,13 +32,24 @@ class KeptResponse(models.Model):
     id = models.CharField(primary_key=True, max_length=64)
     owner = models.CharField(max_length=64)
     expires_at = models.DateTimeField(db_index=True)
-    conversation = models.JSONField()
-    response = models.JSONField()
+    # JSON as text: an answer may hold the character NUL, which JSON columns of PostgreSQL refuse.
+    conversation = models.TextField()
+    response = models.TextField()
 
     objects = KeptResponseQuerySet.as_manager()
 
     def __str__(self) -> str:
         return str(self.id)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation as chat messages."""
+        found: list[dict[str, Any]] = json.loads(self.conversation)
+        return found
+
+    def body(self) -> dict[str, Any]:
+        """The response as it was answered."""
+        found: dict[str, Any] = json.loads(self.response)
+        return found
 
 
 def keep(response_id: str, owner: str, conversation: list[Any], response: dict[str, Any], seconds: float) -> None:
@@ -47,8 +59,8 @@ def keep(response_id: str, owner: str, conversation: list[Any], response: dict[s
         id=response_id,
         owner=owner,
         expires_at=timezone.now() + timedelta(seconds=seconds),
-        conversation=conversation,
-        response=response,
+        conversation=json.dumps(conversation),
+        response=json.dumps(response),
     )
 
 

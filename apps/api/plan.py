@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from apps.accounts.principal import Principal
 from apps.api import deps, prompts, upstream
@@ -26,6 +25,7 @@ from apps.api.schema.generation import (
     Sampling,
     StreamOptions,
 )
+from apps.api.schema.messages import ChatMessage
 from inference.config import ModelSpec
 from inference.messages import Job
 from inference.text.protocol import Tokenizer
@@ -187,19 +187,16 @@ async def generate(body: GenerateBody, caller: Principal, *, endpoint: str = "ge
     """
     model = resolve_model(body.model, caller)
     _check_generates(model, caller)
-    has_prompt, has_messages = body.prompt is not msgspec.UNSET, body.messages is not msgspec.UNSET
-    if has_prompt == has_messages:
-        what = "Give either prompt or messages, not both." if has_prompt else "Missing required parameter: 'prompt'."
-        raise invalid(what, "prompt", "invalid_value" if has_prompt else "missing_required_parameter")
+    check_one_of(body.prompt, body.messages)
     maker = await maker_for(body, model, body.max_tokens, body.response_format)
     forward = [upstream.generate_text(body)] if maker.tokenizer.upstream else None
-    if isinstance(body.prompt, str):
+    if body.prompt is not None:
         if body.chat_template_kwargs:
             raise invalid("A plain prompt uses no chat template.", "chat_template_kwargs", "invalid_value")
         text = body.prompt
         ids = await prompts.in_thread(lambda: prompts.text_ids(maker.tokenizer, text, maker.prompt_limit))
     else:
-        messages = prompts.conversation(body.messages)  # type: ignore[arg-type]
+        messages = prompts.conversation(body.messages or [])
         kwargs = dict(body.chat_template_kwargs or {})
         ids = await prompts.in_thread(
             lambda: prompts.chat_ids(maker.tokenizer, messages, None, maker.prompt_limit, kwargs)
@@ -232,6 +229,18 @@ def resolve_model(model: str | None, caller: Principal) -> str:
     return alias
 
 
+def check_one_of(prompt: str | None, messages: Sequence[ChatMessage] | None) -> None:
+    """Exactly one of the two says what to go on from.
+
+    Raises:
+        ApiError: 400.
+    """
+    if prompt is None and messages is None:
+        raise invalid("Missing required parameter: 'prompt' (or 'messages').", "prompt", "missing_required_parameter")
+    if prompt is not None and messages is not None:
+        raise invalid("Give either prompt or messages, not both.", "prompt", "invalid_value")
+
+
 def check_model(model: str, caller: Principal) -> ModelSpec:
     """The configured model, if the caller may use it.
 
@@ -254,6 +263,18 @@ def _check_generates(model: str, caller: Principal) -> None:
 def _check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
     if options is not None and not stream:
         raise invalid("stream_options needs stream: true.", "stream_options", "invalid_value")
+    if options is not None:
+        check_obfuscation(options.include_obfuscation)
+
+
+def check_obfuscation(wanted: bool | None) -> None:
+    """Refuse to pad events; ``false`` is what happens anyway.
+
+    Raises:
+        ApiError: 400.
+    """
+    if wanted:
+        raise invalid("Nothing is padded.", "stream_options.include_obfuscation", "unsupported_parameter")
 
 
 def _check_completion(body: CompletionBody, keep: int) -> None:

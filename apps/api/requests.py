@@ -148,7 +148,7 @@ class EventsConsumer(ApiConsumer):
     def _after(self) -> int:
         """Number of the last event that the client has: the header, or ``?after=``."""
         value = self.header("last-event-id")
-        if value is None:
+        if not value:  # an empty one says that no event has been seen
             try:
                 query = parse_qs(self.scope.get("query_string", b"").decode("latin-1"), max_num_fields=20)
             except ValueError:

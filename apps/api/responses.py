@@ -37,8 +37,10 @@ class ResponsesConsumer(ApiConsumer):
     async def post(self, body: bytes) -> None:
         self.need("generate")
         asked = decode_response(body)
-        if asked.stream_options is not None and asked.stream_options.include_obfuscation:
-            raise invalid("Nothing is padded.", "stream_options.include_obfuscation", "unsupported_parameter")
+        if asked.stream_options is not None:
+            if not asked.stream:
+                raise invalid("stream_options needs stream: true.", "stream_options", "invalid_value")
+            plan.check_obfuscation(asked.stream_options.include_obfuscation)
         fresh = messages_of(asked.input)
         self._conversation = [*await self._earlier(asked), *fresh]
         made = await plan.chat(
@@ -78,8 +80,7 @@ class ResponsesConsumer(ApiConsumer):
         if asked.previous_response_id is None:
             return []
         kept = await find(asked.previous_response_id, self, "previous_response_id")
-        conversation: list[dict[str, Any]] = kept.conversation
-        return conversation
+        return kept.messages()
 
 
 class ResponseConsumer(ApiConsumer):
@@ -88,7 +89,7 @@ class ResponseConsumer(ApiConsumer):
     async def get(self, body: bytes) -> None:
         self.need("read")
         kept = await find(self.kwargs["response_id"], self, "response_id")
-        await self.send_json(200, kept.response)
+        await self.send_json(200, kept.body())
 
     async def delete(self, body: bytes) -> None:
         self.need("generate")

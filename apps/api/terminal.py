@@ -107,11 +107,11 @@ class Conversation:
         return path
 
 
-def first_model(client: httpx.Client) -> str:
-    """The first model that this key may use.
+def choose_model(client: httpx.Client, wanted: str | None = None) -> str:
+    """The model asked for, or the first that this key may use.
 
     Raises:
-        TerminalError: the server is away, the key is wrong, or there is no model.
+        TerminalError: the server is away, the key is wrong, or there is no such model; then it lists those there are.
     """
     try:
         reply = client.get("/v1/models")
@@ -121,8 +121,10 @@ def first_model(client: httpx.Client) -> str:
         raise TerminalError(_message(reply))
     models = [str(model["id"]) for model in reply.json()["data"] if model.get("kind") != "embed"]
     if not models:
-        raise TerminalError("This key may use no model.")
-    return models[0]
+        raise TerminalError("This key may use no model that answers.")
+    if wanted is not None and wanted not in models:
+        raise TerminalError(f"There is no model {wanted!r} for this key. There are: {', '.join(models)}.")
+    return wanted or models[0]
 
 
 def _message(reply: httpx.Response) -> str:

@@ -25,7 +25,7 @@ from apps.api.schema.socket import (
 from inference.errors import Refused, SluiceError, StoreUnavailable
 from inference.lifecycle import Reason
 from sluice import conf, runtime
-from sluice.consumers import Refuse, StreamingWebSocketConsumer
+from sluice.consumers import HttpError, StreamingWebSocketConsumer
 
 PROTOCOL = "sluice.v1"
 MAX_GENERATIONS = 32
@@ -33,7 +33,7 @@ BURST = 2000
 RATE = 200.0
 IDLE_SECONDS = 900.0
 
-BAD_REQUEST, TIMEOUT, TOO_BIG, TOO_MANY = 4400, 4408, 1009, 4429
+TIMEOUT, TOO_BIG, TOO_MANY = 4408, 1009, 4429
 
 decode: Decoder[Any] = Decoder(SocketMessage)  # type: ignore[arg-type]
 
@@ -61,10 +61,10 @@ class StreamConsumer(StreamingWebSocketConsumer):
     async def authorize(self) -> Any:
         offered = [p for p in self.scope.get("subprotocols", []) if not p.startswith("sluice.ticket.")]
         if offered and PROTOCOL not in offered:
-            raise Refuse(BAD_REQUEST, 400)
+            raise HttpError(400, f"The subprotocol of this socket is {PROTOCOL}.", code="unknown_subprotocol")
         principal = await super().authorize()
         if not principal.may("generate"):
-            raise Refuse(4403, 403)
+            raise HttpError(403, "This key lacks the scope 'generate'.", code="insufficient_scope")
         return principal
 
     async def on_open(self) -> None:
@@ -180,6 +180,8 @@ class StreamConsumer(StreamingWebSocketConsumer):
                 retry_after=float(runtime.status.retry_after()),
             )
         await self._check_caller()
+        if message.stream is False:
+            raise invalid("Answers are always streamed on a WebSocket.", "stream", "unsupported_parameter")
         made = await plan.generate(message, self.principal, endpoint="ws")
         peer = self.scope.get("client")
         generation = Generation(made, self.principal, client=str(peer[0]) if peer else "", transport="ws")

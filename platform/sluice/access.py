@@ -13,6 +13,9 @@ from sluice.consumers.errors import HttpError
 
 logger = logging.getLogger(__name__)
 
+_MISSING = "No API key. Send it as 'Authorization: Bearer YOUR_KEY'."
+_UNKNOWN = "This API key (or WebSocket ticket) is unknown, expired or revoked. Send 'Authorization: Bearer YOUR_KEY'."
+
 #: What proxies add. The callers of a proxy on this machine are not on this machine.
 _PROXIED = {b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via"}
 
@@ -43,7 +46,7 @@ async def check(rule: str, scope: Any) -> Any:
             raise HttpError(403, "This origin may not connect.", code="origin_not_allowed")
         raise HttpError(
             401,
-            "No valid API key. Send it as 'Authorization: Bearer YOUR_KEY'.",
+            _UNKNOWN if problem == "invalid" else _MISSING,
             code="invalid_api_key",
             headers=[(b"www-authenticate", b'Bearer realm="sluice"')],
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from apps.api.schema.base import (
     MAX_BIAS,
@@ -32,6 +32,7 @@ class StreamOptions(Part, kw_only=True):
     """What a stream carries beside the answer."""
 
     include_usage: Annotated[bool, about("One more chunk before [DONE] with choices [] and the usage.")] | None = None
+    include_obfuscation: Annotated[bool, about("false only: nothing is padded.")] | None = None
     include_queue: (
         Annotated[
             bool,
@@ -232,11 +233,10 @@ class CompletionBody(Choices, kw_only=True):
 class GenerateBody(Sampling, kw_only=True):
     """``POST /generate``: a plain prompt in, a stream of events out."""
 
-    prompt: Annotated[str, about("Trusted text: control tokens typed in it are control tokens.")] | UnsetType = UNSET
+    prompt: Annotated[str, about("Trusted text: control tokens typed in it are control tokens.")] | None = None
     messages: (
-        Annotated[list[ChatMessage], about("Instead of prompt: a conversation.", min_length=1, max_length=4096)]
-        | UnsetType
-    ) = UNSET
+        Annotated[list[ChatMessage], about("Instead of prompt: a conversation.", min_length=1, max_length=4096)] | None
+    ) = None
     model: Annotated[Name, about("Alias of a served model; absent: the first one that generates.")] | None = None
     stream: Annotated[bool, about("false: one JSON body instead of events.")] | None = None
     response_format: Annotated[ResponseFormat, about("text, json_object or json_schema, enforced.")] | None = None
@@ -250,11 +250,10 @@ class TokenizeBody(Body, kw_only=True):
     """``POST /tokenize``."""
 
     model: Annotated[Name, about("Alias of a served model; absent: the first one.")] | None = None
-    prompt: Annotated[str, about("A text.")] | UnsetType = UNSET
+    prompt: Annotated[str, about("A text.")] | None = None
     messages: (
-        Annotated[list[ChatMessage], about("Instead of prompt: a conversation.", min_length=1, max_length=4096)]
-        | UnsetType
-    ) = UNSET
+        Annotated[list[ChatMessage], about("Instead of prompt: a conversation.", min_length=1, max_length=4096)] | None
+    ) = None
     tools: Annotated[list[Tool], about("With messages.", max_length=128)] | None = None
     chat_template_kwargs: Annotated[dict[str, Scalar], about("With messages.", max_length=16)] | None = None
     add_special_tokens: Annotated[bool, about("Default true; for prompt only.")] | None = None

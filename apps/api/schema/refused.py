@@ -7,12 +7,15 @@ field of their model object would otherwise be turned away for nothing.
 from __future__ import annotations
 
 REFUSED: dict[str, str] = {
+    "access_programs": "there are none.",
     "audio": "no model here speaks.",
-    "background": "send resumable: true and read /v1/requests/{id}/events.",
+    "background": "use /v1/chat/completions with resumable: true, and read /v1/requests/{id}/events.",
+    "background_options": "use /v1/chat/completions with resumable: true, and read /v1/requests/{id}/events.",
     "context_management": "conversations are sent in full.",
     "conversation": "conversations are sent in full, or continued with previous_response_id.",
     "function_call": "it is deprecated; use tool_choice.",
     "functions": "it is deprecated; use tools.",
+    "image": "no model here makes images.",
     "include": "there is nothing more to include.",
     "max_tokens": "the name is max_output_tokens here.",
     "max_tool_calls": "there are no built-in tools.",

@@ -140,9 +140,12 @@ class ResponseBody(Sampling, kw_only=True):
     prompt_cache_key: Annotated[str, about("Accepted without effect.", max_length=1024)] | None = None
     max_tokens: None = None
     resumable: None = None
+    access_programs: None = None
     background: None = None
+    background_options: None = None
     context_management: None = None
     conversation: None = None
+    image: None = None
     include: Annotated[list[Any], about("Empty only.", max_length=0)] | None = None
     max_tool_calls: None = None
     moderation: None = None

@@ -14,6 +14,7 @@ class SocketGenerate(GenerateBody, kw_only=True, tag_field="type", tag="generate
     """The WebSocket's ``generate``: the fields of ``POST /generate``, and the client's own reference."""
 
     id: Reference
+    stream: Annotated[bool, about("true only: answers are always streamed here.")] | None = None
 
 
 class SocketCancel(Body, kw_only=True, tag_field="type", tag="cancel"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from channels.consumer import AsyncConsumer
 
 from sluice import access, logs
 from sluice.consumers import live
-from sluice.consumers.errors import HttpError
+from sluice.consumers.errors import HttpError, draining
 from sluice.consumers.tasks import cancel_and_wait, cancel_once
 
 logger = logging.getLogger("sluice.websocket")
@@ -28,13 +28,28 @@ class Refuse(Exception):
     Args:
         code: close code (4000-4999) for servers and clients that show it.
         status: HTTP status of the refused handshake, where the server can say it.
+        headers, body: of that answer; the body is JSON.
     """
 
-    def __init__(self, code: int = 4403, status: int = 403, retry_after: int | None = None) -> None:
+    def __init__(
+        self,
+        code: int = 4403,
+        status: int = 403,
+        *,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        body: bytes = b"",
+    ) -> None:
         super().__init__(f"handshake refused with {status}")
         self.code = code
         self.status = status
-        self.retry_after = retry_after
+        self.headers = list(headers)
+        self.body = body
+
+    @classmethod
+    def saying(cls, error: HttpError, code: int | None = None) -> Refuse:
+        """The refusal that answers the handshake as ``error`` would answer a request."""
+        body = msgspec.json.encode(error.payload())
+        return cls(code or 4000 + error.status, error.status, headers=error.headers(), body=body)
 
 
 class StreamingWebSocketConsumer(AsyncConsumer):
@@ -171,13 +186,13 @@ class StreamingWebSocketConsumer(AsyncConsumer):
 
         try:
             if self.inference and runtime.status.refusing:
-                raise Refuse(GOING_AWAY, 503, runtime.status.retry_after())
+                raise Refuse.saying(draining(runtime.status.retry_after()), GOING_AWAY)
             self.principal = await self.authorize()
         except Refuse as exc:
             await self._refuse(exc)
             return False
         except HttpError as exc:
-            await self._refuse(Refuse(4000 + exc.status, exc.status))
+            await self._refuse(Refuse.saying(exc))
             return False
         offered = self.scope.get("subprotocols", [])
         chosen = next((p for p in self.subprotocols if p in offered), None)
@@ -187,12 +202,12 @@ class StreamingWebSocketConsumer(AsyncConsumer):
 
     async def _refuse(self, refusal: Refuse) -> None:
         if "websocket.http.response" in self.scope.get("extensions", {}):
-            headers = [(b"content-length", b"0")]
-            if refusal.retry_after is not None:
-                headers.append((b"retry-after", str(refusal.retry_after).encode()))
+            headers = [(b"content-length", str(len(refusal.body)).encode()), *refusal.headers]
+            if refusal.body:
+                headers.append((b"content-type", b"application/json"))
             start = {"type": "websocket.http.response.start", "status": refusal.status, "headers": headers}
             await self.send(start)
-            await self.send({"type": "websocket.http.response.body", "body": b""})
+            await self.send({"type": "websocket.http.response.body", "body": refusal.body})
         else:
             await self.send({"type": "websocket.close", "code": refusal.code})
 

@@ -6,9 +6,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Site:
     demo_only: str
     limited: str
     log: Path
+    env: dict[str, str]
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
@@ -103,7 +104,7 @@ def start(folder: Path, valkey: EmbeddedValkey, models: str = MODELS) -> Site:
         text=True,
     )
     log.close()  # the processes have their own
-    site = Site("", key, admin, other, demo_only, limited, folder / "server.log", [server, pool])
+    site = Site("", key, admin, other, demo_only, limited, folder / "server.log", env, [server, pool])
     try:
         _wait(site, server)
     except BaseException:
@@ -136,6 +137,64 @@ def stop(site: Site) -> None:
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+@contextmanager
+def another_server(site: Site, *, ready: str = "/readyz", **env: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A second server of the site: its address, and its process, which the caller may end.
+
+    Args:
+        ready: what answers 200 once it can be asked.
+    """
+    with site.log.open("a") as log:
+        server = subprocess.Popen(
+            [sys.executable, "manage.py", "serve", "--port", "0"],
+            cwd=ROOT,
+            env={**site.env, **env},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    assert server.stdout is not None
+    try:
+        found = re.search(r"serves (http://[^/]+)/", server.stdout.readline())
+        assert found, site.log.read_text()
+        eventually_sync(
+            lambda: httpx.get(f"{found[1]}{ready}").status_code == 200, START_SECONDS, every=0.1, what="it is ready"
+        )
+        yield found[1], server
+    finally:
+        server.terminate()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        server.stdout.close()
+
+
+def at(site: Site, url: str) -> Site:
+    """The same site by way of another server."""
+    return replace(site, url=url)
+
+
+def new_key(site: Site) -> str:
+    """One more key."""
+    return manage(site, "apikey", "create", "brief", "--quiet").strip()
+
+
+def manage(site: Site, *arguments: str) -> str:
+    """What a management command prints."""
+    done = subprocess.run(
+        [sys.executable, "manage.py", *arguments],
+        cwd=ROOT,
+        env=site.env,
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def chat(text: str = "hi", **fields: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from apps.api.terminal import Conversation, Terminal, TerminalError, first_model
+from apps.api.terminal import Conversation, Terminal, TerminalError, choose_model
 from tests.apps.api.live import Site
 from tests.conftest import ROOT
 
@@ -67,9 +67,28 @@ def test_a_wrong_key_and_a_missing_server_are_named(site: Site) -> None:
         httpx.Client(base_url=site.url, headers={"Authorization": "Bearer wrong"}) as client,
         pytest.raises(TerminalError, match="API key"),
     ):
-        first_model(client)
+        choose_model(client)
     with httpx.Client(base_url="http://127.0.0.1:9") as client, pytest.raises(TerminalError, match="running"):
-        first_model(client)
+        choose_model(client)
+
+
+def test_a_model_that_is_not_there_is_refused_at_the_start(site: Site) -> None:
+    done = subprocess.run(
+        [sys.executable, "manage.py", "chat", "--url", site.url, "--model", "nope"],
+        cwd=ROOT,
+        env={**site.env, "SLUICE_API_KEY": site.key},
+        input="hi\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "There is no model 'nope' for this key. There are: demo, slow, one." in done.stderr
+    assert "> " not in done.stdout
+    with httpx.Client(base_url=site.url, headers={"Authorization": f"Bearer {site.demo_only}"}) as client:
+        assert choose_model(client) == choose_model(client, "demo") == "demo"
+        with pytest.raises(TerminalError, match=r"There are: demo\.$"):
+            choose_model(client, "slow")
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(site: Site) -> None:

@@ -108,6 +108,7 @@ async def test_ws_01_bad_frames_are_answered_and_the_generation_goes_on(site: Si
         ({"model": "nope"}, "model_not_found"),
         ({"prompt": "x" * 5000}, "context_length_exceeded"),
         ({"temperature": "hot"}, None),
+        ({"stream": False}, "unsupported_parameter"),
     ],
 )
 async def test_wrong_generate_messages(site: Site, fields: Any, code: str | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 from django.core.management.base import CommandError
 
-from apps.api.terminal import Conversation, Terminal, TerminalError, first_model
+from apps.api.terminal import Conversation, Terminal, TerminalError, choose_model
 from sluice.command import Command as SluiceCommand
 
 
@@ -50,7 +50,7 @@ class Command(SluiceCommand):
             with httpx.Client(
                 base_url=options["url"].rstrip("/").removesuffix("/v1"), headers=headers, timeout=timeout
             ) as client:
-                model = options["model"] or first_model(client)
+                model = choose_model(client, options["model"])
                 Terminal(Conversation(client, model, options["system"], **chosen), input, self.stdout._out).run()
         except TerminalError as exc:
             raise CommandError(str(exc)) from exc

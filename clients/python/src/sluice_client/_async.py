@@ -22,6 +22,14 @@ FINAL = frozenset({400, 401, 403, 404})
 FIRST_DELAY, LONGEST_DELAY = 0.2, 5.0
 
 
+def _said(exc: InvalidStatus) -> str:
+    """The message in the body of a refused handshake."""
+    try:
+        return str(json.loads(exc.response.body or b"")["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return exc.response.reason_phrase
+
+
 class AsyncGeneration:
     """One answer on its way: iterate over it for its text, piece by piece.
 
@@ -197,7 +205,7 @@ class AsyncClient:
         except InvalidStatus as exc:
             status = exc.response.status_code
             if status in FINAL:
-                raise ConnectionLost(f"The server does not let this client in ({status}).") from exc
+                raise ConnectionLost(f"The server does not let this client in ({status}): {_said(exc)}") from exc
             raise
 
     async def _read(self) -> None:
