@@ -1,18 +1,20 @@
-"""Tokens per second of the engine against the loop it is built on and against static batches.
+"""Tokens per second of a worker against the loop its engine is built on and against static batches.
 
-Everything in one process, same weights, same prompts, same lengths, measured in
-alternating rounds; printed as a table of medians and ratios::
+One process has the weights, once; same prompts, same lengths, measured in alternating rounds;
+printed as a table of medians and ratios::
 
-    python -m benchmarks.bench_engine [--model DIR] [--device cpu] [--dtype float32]
+    python -m benchmarks.bench_engine [--quick] [--model DIR] [--device cpu] [--dtype float32]
 
 * ``bare``    transformers' continuous batching as it comes, streaming, tokens thrown away
 * ``static``  ``model.generate`` on one padded batch: no streaming, no late arrivals
-* ``engine``  ours: admission, sampler, per-step hand-over to an event loop, detokenisation
+* ``engine``  a worker as the pool runs it: claims from Valkey, admission, sampler, detokenisation,
+  frames to Valkey, where a process in the server's place receives them; a run is over when that
+  process has the last frame
 
 The last column compares processor time, which other load on the machine hardly moves.
 
-Then the same engine with sampling (temperature, top-p, seed), and the time to
-the first token of a second prompt that shares a 600-token prefix with the first.
+Then the same worker with sampling (temperature, top-p, seed), and the time to the first token of a
+second prompt that shares a 600-token prefix with the first, at the receiving process.
 """
 
 from __future__ import annotations
@@ -26,61 +28,79 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
+from benchmarks.receiver import Receiver
 from inference.config import DEFAULT_MODEL, Config, ModelSpec
-from inference.engine.base import EngineOutput
+from inference.embedded import EmbeddedValkey
+from inference.engine.factory import make_tokenizer
 from inference.engine.transformers import TransformersEngine
 from inference.engine.transformers.loading import greedy_config
 from inference.messages import Job, SamplingParams
 from inference.models.registry import resolve
+from inference.store.records import Submission
+from inference.worker.heartbeat import Served
+from inference.worker.worker import Worker
 
 CONCURRENCY = (1, 8, 32)
 PROMPT_TOKENS = 48
 
 
-class Engine:
-    """Ours, with each answer detokenised as it comes."""
+SERVER = "bench"
+"""Name of the server whose place the receiving process takes."""
+
+
+class Ours:
+    """A worker with our engine, and what it needs around it."""
 
     def __init__(self, folder: str, device: str, config: Config) -> None:
+        self.valkey = EmbeddedValkey()
+        # No poll comes in between: what is measured is the way that work usually takes.
+        changes = {"redis_url": self.valkey.start(), "check_interval": 3600.0}
+        self.config = config = msgspec.structs.replace(config, **changes)
         self.engine = TransformersEngine(folder, alias="bench", device=device, config=config)
-        self.detokenise = _detokeniser(folder)
-        self.open: set[str] = set()
-        self.done = asyncio.Event()
-        self.first: dict[str, float] = {}
+        self.tokenizer = make_tokenizer(ModelSpec("bench", "transformers", folder), config)
+        self.worker = Worker(
+            "w-bench", config, pool="p-bench", device=device, aliases=["bench"], on_beat=lambda: None, on_fatal=_die
+        )
+        self.receiver = Receiver(config.redis_url, self.worker.store.keys.server_channel(SERVER))
         self.numbers = 0
 
     async def load(self) -> float:
         started = time.perf_counter()
-        await self.engine.load(self._sink, self._died)
+        await self.receiver.start()
+        await self.worker.start()
+        info = await self.engine.load(self.worker.sink("bench"), _die)
+        await self.worker.serve({"bench": Served(self.engine, info, self.tokenizer)})
         return time.perf_counter() - started
 
-    def _died(self, error: BaseException) -> None:
-        raise SystemExit(f"the engine died: {error}")
-
-    def _sink(self, outputs: Sequence[EngineOutput]) -> None:
-        for output in outputs:
-            self.first.setdefault(output.id, time.perf_counter())
-            self.detokenise(output.id, output.ids, output.finish is not None)
-            if output.finish:
-                self.open.discard(output.id)
-        if not self.open:
-            self.done.set()
-
-    async def run(self, prompts: Sequence[list[int]], length: int, **params: Any) -> None:
-        self.done.clear()
+    async def run(self, prompts: Sequence[list[int]], length: int, **params: Any) -> list[str]:
+        """Submit all, wait until the receiver has the last frame of each; their names."""
+        names = []
         for prompt in prompts:
             self.numbers += 1
-            name = f"r{self.numbers}"
-            self.open.add(name)
+            names.append(f"r{self.numbers}")
             merged: dict[str, Any] = {"temperature": 0.0, "seed": self.numbers, **params}
-            self.engine.submit(Job(name, "bench", prompt, SamplingParams(max_tokens=length, ignore_eos=True, **merged)))
-        await self.done.wait()
+            job = Job(names[-1], "bench", prompt, SamplingParams(max_tokens=length, ignore_eos=True, **merged))
+            spec = Submission(job, endpoint="bench", transport="sse", owner="bench")
+            await self.worker.store.submit(spec, server=SERVER, slots=self.config.max_running)
+        await self.receiver.all_ended(names)
+        return names
 
     async def first_token_after(self, prompt: list[int]) -> float:
-        started = time.perf_counter()
-        await self.run([prompt], 2)  # the library caches nothing of a step that ends its request
-        return self.first[f"r{self.numbers}"] - started
+        started = time.monotonic()
+        (name,) = await self.run([prompt], 2)  # the library caches nothing of a step that ends its request
+        return self.receiver.began[name] - started
+
+    async def close(self) -> None:
+        await self.worker.stop()
+        await self.receiver.stop()
+        self.valkey.stop()
+
+
+def _die(error: BaseException) -> None:
+    raise SystemExit(f"the worker died: {error}")
 
 
 class Bare:
@@ -89,6 +109,7 @@ class Bare:
     def __init__(self, engine: TransformersEngine) -> None:
         from transformers import ContinuousBatchingConfig
 
+        assert engine._batching is not None
         ours = engine._batching.manager.continuous_batching_config
         model = engine._loaded.model
         self.manager = model.init_continuous_batching(
@@ -138,24 +159,6 @@ def static(model: Any, prompts: Sequence[list[int]], length: int) -> None:
         )
 
 
-def _detokeniser(folder: str) -> Callable[[str, Sequence[int], bool], None]:
-    """Text as the worker builds it."""
-    from inference.models.tokenizer import ModelTokenizer
-    from inference.text.detokenizer import Detokenizer
-
-    tokenizer = ModelTokenizer(folder)
-    open_ones: dict[str, Any] = {}
-
-    def push(name: str, ids: Sequence[int], last: bool) -> None:
-        if name not in open_ones:
-            open_ones[name] = Detokenizer(tokenizer)
-        open_ones[name].push(ids)
-        if last:
-            open_ones.pop(name).flush()
-
-    return push
-
-
 def prompts_of(vocabulary: int, count: int, round_: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
     """Distinct prompts, so that no prefix is shared by accident."""
     generator = torch.Generator().manual_seed(1000 * round_ + count)
@@ -164,14 +167,14 @@ def prompts_of(vocabulary: int, count: int, round_: int, length: int = PROMPT_TO
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     config = Config(dtype=options.dtype, max_running=max(options.concurrent), cache_tokens=options.cache_tokens)
-    ours = Engine(options.model, options.device, config)
+    ours = Ours(options.model, options.device, config)
     report: dict[str, Any] = {"load_seconds": round(await ours.load(), 2), "threads": torch.get_num_threads()}
     engine = ours.engine
     bare, model = Bare(engine), engine._loaded.model
     report["dtype"] = str(model.dtype).removeprefix("torch.")
     vocabulary, length = engine._loaded.vocab_size, options.length
 
-    async def timed(run: Callable[[], Awaitable[None]]) -> tuple[float, float]:
+    async def timed(run: Callable[[], Awaitable[Any]]) -> tuple[float, float]:
         started, worked = time.perf_counter(), time.process_time()
         await run()
         return time.perf_counter() - started, time.process_time() - worked
@@ -182,7 +185,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         work: dict[str, list[float]] = {name: [] for name in rates}
         for round_ in range(options.rounds + 1):
             p = [prompts_of(vocabulary, count, 10 * round_ + i) for i in range(4)]
-            runs: dict[str, Callable[[], Awaitable[None]]] = {
+            runs: dict[str, Callable[[], Awaitable[Any]]] = {
                 "bare": lambda p=p: asyncio.to_thread(bare.run, p[0], length),
                 "engine": lambda p=p: ours.run(p[1], length),
                 "sampled": lambda p=p: ours.run(p[2], length, temperature=0.8, top_p=0.95),
@@ -207,11 +210,11 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     report["rows"] = rows
     report["prefix"] = await prefix(ours, vocabulary)
     bare.close()
-    await engine.close()
+    await ours.close()
     return report
 
 
-async def prefix(ours: Engine, vocabulary: int) -> dict[str, float]:
+async def prefix(ours: Ours, vocabulary: int) -> dict[str, float]:
     """Time to first token, seconds: a new 600-token prefix, then another prompt with the same one."""
     ratios, firsts, seconds = [], [], []
     for round_ in range(3):
@@ -251,7 +254,10 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, nargs="+", default=list(CONCURRENCY))
     parser.add_argument("--cache-tokens", type=int, default=32768)
     parser.add_argument("--json", help="write the report to this file")
+    parser.add_argument("--quick", action="store_true", help="one round of short answers")
     options = parser.parse_args()
+    if options.quick:
+        options.length, options.rounds = 24, 1
     if options.model is None:
         options.model = resolve(ModelSpec(DEFAULT_MODEL, "transformers", "default"), Config.from_env())
     report = asyncio.run(measure(options))
