@@ -35,8 +35,9 @@ MODELS = (
 #: The bounds: MiB of server memory per client that does not read, and growth of the observers' p99.
 MAX_MIB, MAX_GROWTH = 1.0, 1.10
 ALONE_SECONDS = 10.0
-#: What a client's kernel takes in although nobody reads it; larger buffers only put off the moment.
-RECEIVE_BUFFER = 32 * 1024
+#: What a client's kernel takes in although nobody reads it. Small: with a large one, most of an answer on the
+#: WebSocket (some 54 bytes per token) would lie in the two kernels, and nobody would have to wait.
+RECEIVE_BUFFER = 4096
 
 
 def request(site: Site, model: str, tokens: int) -> bytes:

@@ -31,7 +31,7 @@ def adapt(text: str, *, socket: Path, bind: str, servers: list[str], inter: str,
         ValueError: it lacks a line that is to be changed.
     """
     out: list[str] = []
-    left = {"global", "retries", "bind", "default-server", "server"}
+    left = {"global", "maxconn", "retries", "bind", "default-server", "server"}
     for line in text.splitlines():
         word = line.split()[0] if line.split() else ""
         if word == "server" and word not in left:
@@ -39,6 +39,8 @@ def adapt(text: str, *, socket: Path, bind: str, servers: list[str], inter: str,
         left.discard(word)
         if word == "global":
             line += f"\n    stats socket {socket} mode 600 level admin"
+        elif word == "maxconn":
+            line = "    maxconn 1000"  # more would want more open files than many machines allow
         elif word == "retries":
             line = f"    retries {retries}"
         elif word == "bind":

@@ -37,7 +37,7 @@ from proofs import network
 from proofs.haproxy import HAProxy, version
 from proofs.load import VERDICTS, Answer, Load
 from proofs.network import Network, Unavailable
-from proofs.rollout import table
+from proofs.rollout import started, table
 from tests.faults.harness import Process, database
 from tests.support import eventually
 
@@ -147,7 +147,7 @@ class Hosts:
             self.spawn(host, host, [*manage, "runworker"])
         for host in ("s1", "s2"):
             self.spawn(host, host, [*manage, "serve", "--host", "0.0.0.0", "--port", str(PORT)])
-        self.spawn("haproxy", "edge", self.proxy.command)
+        await started(self.spawn("haproxy", "edge", self.proxy.command), self.folder / "haproxy.sock")
         config = Config.from_env(self.env)
         self.redis = Commander(lambda: connect(config.redis_url, timeout=5.0, client_name="proof"), name="proof")
         self.redis.start()

@@ -103,6 +103,17 @@ class Round:
 HEAD = ["round", "SSE", "JSON", "WebSocket", *VERDICTS[1:], "killed", "longest wait, s", "took, s"]
 
 
+async def started(balancer: Process, socket: Path) -> None:
+    """Wait until HAProxy takes commands.
+
+    Raises:
+        SystemExit: it has ended instead; with its last words.
+    """
+    await eventually(lambda: socket.exists() or not balancer.alive(), what="haproxy runs")
+    if not balancer.alive():
+        raise SystemExit(balancer.log().strip().splitlines()[-1])
+
+
 class Rollout:
     """One deployment, its load balancer, and the updates of it."""
 
@@ -126,7 +137,7 @@ class Rollout:
         self.pools = list(await asyncio.gather(self.rig.pool(), self.rig.pool()))
         balancer = Process(self.proxy.command, {}, self.rig.folder / "haproxy.log")
         self.rig._stack.callback(balancer.destroy)
-        await eventually((self.rig.folder / "haproxy.sock").exists, what="haproxy runs")
+        await started(balancer, self.rig.folder / "haproxy.sock")
         for _ in range(2):
             await self.add_server()
         load = Load(f"http://127.0.0.1:{self.port}", self.rig.key, CLIENTS, PROMPTS)

@@ -105,7 +105,7 @@ def test_haproxy_is_what_is_proved() -> None:
     assert [line.split()[1] for line in adapted.splitlines() if line.startswith("    server ")] == ["a", "b"]
     assert "inter 7s" in adapted
     changed = {line.split()[0] for line in set(adapted.splitlines()) ^ set(text.splitlines())}
-    assert changed <= {"stats", "retries", "bind", "default-server", "server"}
+    assert changed <= {"stats", "maxconn", "retries", "bind", "default-server", "server"}
     with pytest.raises(ValueError, match="retries"):
         adapt(text.replace("retries 2", ""), socket=DEPLOY, bind="", servers=[], inter="", retries=0)
 
