@@ -7,7 +7,7 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/platform
 MANAGE := $(PY) manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev model tools serve test test-upstream lint format bench bench-stream bench-engine bench-slow-readers soak prove-rollout prove-hosts mutants gpu-check clean
+.PHONY: help install install-dev model tools serve test test-upstream lint format bench bench-stream bench-engine bench-slow-readers soak prove-rollout prove-failover prove-hosts mutants gpu-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -57,6 +57,9 @@ soak: install-dev model ## hours of mixed load and faults, then the audit; ARGS=
 prove-rollout: install-dev ## rolling updates behind HAProxy under load: no answer may be lost
 	@scripts/ensure-tools haproxy
 	@exec $(PY) -m proofs.rollout $(ARGS)
+
+prove-failover: install-dev model ## kill the worker of one stream 20 times: the text is the undisturbed one
+	@exec $(PY) -m proofs.failover $(ARGS)
 
 prove-hosts: install-dev ## hosts in network namespaces, cut off and healed under load (as root)
 	@scripts/ensure-tools haproxy iproute2:ip
