@@ -167,3 +167,38 @@ def test_screen_readers_are_told_states_and_no_tokens(page: Any) -> None:
     page.wait_for_function("() => window.said.includes('Answer complete')")
     assert page.evaluate("window.said") == ["Waiting for the answer", "Answer complete"]
     assert page.locator("#thread [aria-live], #thread [role=status], #thread [role=log]").count() == 0
+
+
+def test_print_shows_the_conversation_and_nothing_else(contexts: Callable[..., Any], site: Site) -> None:
+    """Also from the dark theme: black on white, whole, without what only a screen can use."""
+    page = open_chat(contexts(site, color_scheme="dark", viewport={"width": 900, "height": 400}))
+    say(page, RICH + "\n\n" + "\n\n".join(f"Line {n}." for n in range(40)), "Question?")
+    wait_done(page)
+    page.emulate_media(media="print")
+    for gone in ("#sidebar", "#composer", ".actions", ".codebar"):
+        assert not page.locator(gone).last.is_visible(), gone
+    assert page.locator(".message.user .bubble").is_visible()
+    thread = page.locator("#thread").evaluate("e => [e.scrollHeight, e.clientHeight, getComputedStyle(e).overflowY]")
+    assert thread[0] == thread[1]
+    assert thread[2] == "visible"
+    colours = page.evaluate("[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]")
+    assert colours == ["rgb(255, 255, 255)", "rgb(0, 0, 0)"]
+    assert "https://example.org" in last_answer(page).locator("a").evaluate(
+        "e => getComputedStyle(e, '::after').content"
+    )
+
+
+@pytest.mark.parametrize(("motion", "moves"), [("reduce", False), ("no-preference", True)])
+def test_nothing_moves_where_less_motion_is_asked_for(
+    contexts: Callable[..., Any], site: Site, motion: str, moves: bool
+) -> None:
+    page = open_chat(contexts(site, reduced_motion=motion))
+    seconds = page.evaluate(
+        """() => { const answer = document.querySelector('#t-answer').content.cloneNode(true);
+        document.querySelector('#messages').append(answer);
+        document.querySelector('.waiting').hidden = false;
+        return Math.max(...[...document.querySelectorAll('*')].flatMap(e => {
+          const { animationDuration, transitionDuration } = getComputedStyle(e);
+          return `${animationDuration},${transitionDuration}`.split(',').map(parseFloat); })); }"""
+    )
+    assert (seconds > 0.001) is moves

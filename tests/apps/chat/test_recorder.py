@@ -1,0 +1,61 @@
+"""Answers that this process did not begin: their watchers are never left waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.contrib.auth import get_user_model
+from django.db import DatabaseError
+from django.db.models.query import QuerySet
+
+from apps.chat import turns
+from apps.chat.models import Message
+from apps.chat.recorder import Caller, Recorder
+
+SECRET = "a question that no log may show"
+
+
+@pytest.fixture
+async def answer(transactional_db: Any) -> Message:
+    """An answer that some other process is writing."""
+    user = await sync_to_async(get_user_model().objects.create_user)("ada", password="x")
+    turn = await sync_to_async(turns.start_turn)(user, "send", {"text": SECRET}, "ref", "m")
+    return turn.answer
+
+
+async def test_watchers_are_let_go_where_the_rows_cannot_be_read(
+    answer: Message, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They ask again, and are served by whoever answers then. Without the task's edge they would wait for ever."""
+
+    def broken(self: Any) -> Any:
+        raise DatabaseError("the disk is gone")
+
+    recorder = Recorder(gateway=None)  # type: ignore[arg-type]  # nothing gets as far as that
+    monkeypatch.setattr(QuerySet, "first", broken)
+    recording = recorder.join(answer, Caller(user_id=1, owner="user:1"))
+    assert recording is not None
+    watched = recording.version
+    recorder.watch(recording, object())
+    with caplog.at_level(logging.ERROR):
+        async with asyncio.timeout(10):
+            await recording.wait_change(watched)
+    assert recording.released
+    assert recorder.join(answer, Caller(user_id=1, owner="user:1")) is not recording
+    assert SECRET not in caplog.text
+    await asyncio.sleep(0)
+
+
+async def test_an_answer_that_is_deleted_while_it_is_watched_is_let_go(answer: Message) -> None:
+    recorder = Recorder(gateway=None)  # type: ignore[arg-type]
+    recording = recorder.join(answer, Caller(user_id=1, owner="user:1"))
+    assert recording is not None
+    await sync_to_async(Message.objects.all().delete)()
+    async with asyncio.timeout(10):
+        while not recording.released:
+            await recording.wait_change(recording.version)
+    assert recording.over
