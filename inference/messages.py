@@ -87,7 +87,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True):
+class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one engine step adds to one request.
 
     Attributes:
@@ -113,7 +113,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     stop_match: str | int | None = None
 
 
-class StepFrame(msgspec.Struct, frozen=True, array_like=True):
+class StepFrame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One request's share of a :class:`Step`. ``frame`` is an encoded :class:`Frame`."""
 
     id: str

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from apps.api.errors import ApiError
 from apps.api.toolparse import CallDelta, ToolParser
@@ -10,9 +12,8 @@ from inference.messages import Frame, TokenLogprob
 from inference.text.protocol import Tokenizer
 
 
-@dataclass(slots=True)
-class Delta:
-    """What became certain for one choice.
+class Delta(msgspec.Struct):
+    """What became certain for one choice. (Made for every token: a Struct costs a fifth of a dataclass.)
 
     Attributes:
         seq: number of the frame it stems from.
@@ -22,10 +23,10 @@ class Delta:
 
     seq: int
     text: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    calls: list[CallDelta] = []
+    logprobs: list[TokenLogprob] = []
     finish: str | None = None
-    ids: list[int] = field(default_factory=list)
+    ids: list[int] = []
     stop_match: str | int | None = None
 
 

@@ -98,7 +98,7 @@ class ApiConsumer(StreamingHttpConsumer):
         while not generation.done:
             batch = await generation.next()
             if batch:
-                await self.send_sse_bytes(b"".join(renderer.delta(index, delta) for index, delta in batch))
+                await self.send_sse_bytes(b"".join([renderer.delta(index, delta) for index, delta in batch]))
             elif not (tell_queue and await self._tell_queue(generation)):
                 await self.ping()
 

@@ -107,9 +107,10 @@ class Hub:
             return
         match message:
             case Step():
+                now = time.monotonic()
                 for part in message.frames:
                     for stream in self._streams.get(part.id, ()):
-                        stream.feed(part.attempt, part.frame)
+                        stream.feed(part.attempt, part.frame, now)
             case Claimed():
                 for stream in self._streams.get(message.id, ()):
                     stream.claimed(message.attempt)

@@ -48,6 +48,30 @@ class Detached(SluiceError):
         self.superseded = superseded
 
 
+class Bell:
+    """Wakes one waiting reader; rung while nobody waits, it is heard by the next. Cheaper than an Event."""
+
+    __slots__ = ("_rung", "_waiter")
+
+    def __init__(self) -> None:
+        self._rung = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        self._rung = True
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def silence(self) -> None:
+        self._rung = False
+
+    async def heard(self) -> None:
+        if not self._rung:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+
 class RequestStream:
     """Frames of one request, in order, each exactly once.
 
@@ -104,25 +128,26 @@ class RequestStream:
         self._attached = attached
         self._ended: SluiceError | None = None
         self._ping = False
-        self._event = asyncio.Event()
-        self._group: asyncio.Event | None = None
+        self._bell = Bell()
+        self._group: Bell | None = None
         self._retry: asyncio.TimerHandle | None = None
 
     # -- called by the hub; never blocks ---------------------------------------------------------
 
-    def feed(self, attempt: int, raw: Any) -> None:
-        """Take one encoded frame of the fast path."""
+    def feed(self, attempt: int, raw: Any, now: float = 0.0) -> None:
+        """Take one encoded frame of the fast path, which came at ``now`` (``time.monotonic()``; 0: this moment)."""
+        now = now or time.monotonic()
         if attempt < self.attempt:
             return
         frame = decode_frame(raw)
         if frame.seq <= self._received:
             return
         if frame.seq == self._received + 1 and not self._behind and len(self._frames) < self._buffer:
-            self._take(frame)
+            self._take(frame, now)
         else:
             # A gap, or a reader too slow to keep up: what is missing stays in the log.
             self._behind = True
-            self._waiting_since = self._waiting_since or time.monotonic()
+            self._waiting_since = self._waiting_since or now
         self._notify()
 
     def claimed(self, attempt: int) -> None:
@@ -202,22 +227,37 @@ class RequestStream:
             Detached: the request goes on without this reader.
         """
         while True:
-            ready = await self._ready()
+            ready = self.at_hand()
+            if ready is None and not self._quiet:
+                ready = await self._ready()
             if ready is not None:
                 return ready
-            self._event.clear()
-            await self._event.wait()
+            self._waiting_since = 0.0
+            self._bell.silence()
+            await self._bell.heard()
+
+    @property
+    def _quiet(self) -> bool:
+        """Whether there is nothing to do but wait, apart from frames."""
+        return not (self._behind or self._ping) and self._ended is None and self.closing is None
+
+    def at_hand(self) -> list[Frame] | None:
+        """The frames that have arrived and are not delivered yet; ``None`` without any. Raises as :meth:`next`."""
+        if not self._frames:
+            return None
+        frames = list(self._frames)
+        self._frames.clear()
+        self._waiting_since = time.monotonic() if self._behind else 0.0
+        self._ping = False
+        return self._deliver(frames)
 
     async def _ready(self) -> list[Frame] | None:
         self._waiting_since = 0.0
         if not self._frames and self._behind and self._retry is None:
             await self._catch_up()
-        if self._frames:
-            frames = list(self._frames)
-            self._frames.clear()
-            self._waiting_since = time.monotonic() if self._behind else 0.0
-            self._ping = False
-            return self._deliver(frames)
+        frames = self.at_hand()
+        if frames is not None:
+            return frames
         if self._ended is not None:
             raise self._ended
         if self.closing is not None:
@@ -243,8 +283,7 @@ class RequestStream:
             self._waiting_since = time.monotonic()
         return frames
 
-    def _take(self, frame: Frame, *, logged: bool = False) -> None:
-        now = time.monotonic()
+    def _take(self, frame: Frame, now: float, *, logged: bool = False) -> None:
         if not self._frames:
             self._waiting_since = now
         self._frames.append(frame)
@@ -257,6 +296,8 @@ class RequestStream:
         if self._attached and logged:
             # Another reader has had these, and measured them.
             now = 0.0
+        elif count == 1 and self._last_token:
+            self.gaps.append(now - self._last_token)
         elif self._last_token:
             self.gaps.extend([(now - self._last_token) / count] * count)
         else:
@@ -275,11 +316,12 @@ class RequestStream:
             self._behind = True
             self._retry = asyncio.get_running_loop().call_later(_RETRY_AFTER, self._try_again)
             return
+        now = time.monotonic()
         for entry in raw:
             frame = decode_frame(entry)
             # The fast path may have delivered some of these while the log was being read.
             if frame.seq == self._received + 1:
-                self._take(frame, logged=True)
+                self._take(frame, now, logged=True)
         if len(raw) == _LOG_PAGE:
             self._behind = True
 
@@ -288,9 +330,8 @@ class RequestStream:
         self._notify()
 
     def _notify(self) -> None:
-        self._event.set()
-        if self._group is not None:
-            self._group.set()
+        bell = self._group
+        (self._bell if bell is None else bell).ring()
 
 
 class StreamGroup:
@@ -298,10 +339,11 @@ class StreamGroup:
 
     def __init__(self, streams: Sequence[RequestStream]) -> None:
         self.streams = list(streams)
-        self._event = asyncio.Event()
+        self._bell = Bell()
         self._open = dict(enumerate(self.streams))
-        for stream in self.streams:
-            stream._group = self._event
+        if len(self.streams) > 1:
+            for stream in self.streams:
+                stream._group = self._bell
 
     async def next(self) -> list[tuple[int, list[Frame]]]:
         """(index, frames) of every stream that has some; ``[]`` asks for a ping.
@@ -309,12 +351,19 @@ class StreamGroup:
         A stream leaves the group with its last frame. Raises as
         :meth:`RequestStream.next`, for the first stream that fails.
         """
+        if len(self.streams) == 1 and self._open:
+            only = await self.streams[0].next()
+            if only and only[-1].finish is not None:
+                self._open.clear()
+            return [(0, only)] if only else []
         while True:
-            self._event.clear()
+            self._bell.silence()
             ready: list[tuple[int, list[Frame]]] = []
             ping = False
             for index, stream in list(self._open.items()):
-                frames = await stream._ready()
+                frames = stream.at_hand()
+                if frames is None and not stream._quiet:
+                    frames = await stream._ready()
                 if frames:
                     ready.append((index, frames))
                     if frames[-1].finish is not None:
@@ -326,7 +375,7 @@ class StreamGroup:
                     stream._waiting_since = time.monotonic()
             if ready or ping or not self._open:
                 return ready
-            await self._event.wait()
+            await self._bell.heard()
 
     @property
     def done(self) -> bool:

@@ -40,6 +40,9 @@ TEXT_THREADS = 2
 #: After a failed lazy start, how long the next exchanges go without another try, seconds.
 RETRY_START = 2.0
 
+#: Objects more than at the last collection before the next one, and how many of these make a bigger one.
+GC_THRESHOLDS = (20_000, 20, 50)
+
 #: The :class:`sluice.server.server.SluiceServer` of ``manage.py serve``; ``None`` under other servers.
 server: Any = None
 #: Where an operator's ``drain`` and ``undrain`` go; set by ``manage.py serve``.
@@ -134,7 +137,13 @@ async def start(core: Config | None = None) -> None:
 
 
 def _freeze() -> None:
-    """What has been loaded lives as long as the process: collections need not walk it again."""
+    """What has been loaded lives as long as the process: collections need not walk it again.
+
+    One engine step makes thousands of short-lived objects at once, which are gone again without
+    any collection. With the usual thresholds it sets off several, and with many streams open
+    they cost more than everything else that is done for a token.
+    """
+    gc.set_threshold(*GC_THRESHOLDS)
     gc.collect()
     gc.freeze()
 

@@ -178,8 +178,9 @@ async def test_memory_per_token(worker: StandIn, key: str) -> None:
     marks: dict[int, tuple[int, int]] = {}
 
     def at(seq: int) -> None:
-        if seq in (200, 1200):
+        if seq % 50 == 0:
             gc.collect()
+        if seq in (200, 1200):
             marks[seq] = tracemalloc.get_traced_memory()
             tracemalloc.reset_peak()
 
@@ -190,9 +191,9 @@ async def test_memory_per_token(worker: StandIn, key: str) -> None:
     finally:
         tracemalloc.stop()
     (held_early, _), (held_late, peak) = marks[200], marks[1200]
-    # Counted: 73 bytes per token that stay, 300 kB that come and go between two collections of garbage.
-    assert (held_late - held_early) / 1000 <= 90, marks
-    assert peak - held_late <= 500_000, marks
+    # Counted: 74 bytes per token that stay; 290 kB that come and go, buffers of connections mostly.
+    assert (held_late - held_early) / 1000 <= 95, marks
+    assert peak - held_late <= 400_000, marks
 
 
 async def test_queries_per_request(worker: StandIn, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
