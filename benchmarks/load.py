@@ -8,17 +8,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
+import resource
 import statistics
 import time
 from typing import Any
+
+# An event with text in it, whatever spaces a server's JSON has; the role comes with none.
+_TEXT = re.compile(rb'"(?:content|text)": ?"[^"]')
+_SHARED = " ".join(f"Rule {n}: an answer of kind {n} names its source and its date." for n in range(1, 36))
+_LONG = " ".join(f"On day {n} the observatory noted {n * 7919 % 1000} meteors over the valley." for n in range(1, 86))
 
 
 class Reader(asyncio.Protocol):
     """One stream: counts events, notes when they came."""
 
-    def __init__(self, request: bytes, timed: bool) -> None:
+    def __init__(self, request: bytes, timed: bool, counts: bool, greeting: bytes = b"") -> None:
         self.request = request
+        self.greeting = greeting
+        self.counts = counts
+        self.mark = b'"type":"delta"' if greeting else b'"finish_reason":null'
         self.timed = timed
+        self.sent = 0.0
         self.events = 0
         self.bytes = 0
         self.arrivals: list[tuple[float, int]] = []
@@ -28,10 +39,16 @@ class Reader(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
-        transport.write(self.request)
+        self.sent = time.perf_counter()
+        transport.write(self.greeting or self.request)
 
     def data_received(self, data: bytes) -> None:
-        count = data.count(b'"finish_reason":null')
+        if self.greeting:
+            # The handshake's answer; what follows it comes only after the request.
+            self.greeting = b""
+            self.transport.write(self.request)
+            return
+        count = len(_TEXT.findall(data)) if self.counts else data.count(self.mark)
         self.bytes += len(data)
         if count:
             now = time.perf_counter()
@@ -39,7 +56,7 @@ class Reader(asyncio.Protocol):
             self.events += count
             if self.timed:
                 self.arrivals.append((now, self.events))
-        if b"[DONE]" in data:
+        if b"[DONE]" in data or b'"type":"done"' in data:
             self.ok = True
             self.transport.close()
 
@@ -55,20 +72,55 @@ def latencies(reader: Reader, interval: float) -> list[float]:
     return [o - base for o in offsets]
 
 
-async def run(args: argparse.Namespace) -> dict[str, Any]:
-    loop = asyncio.get_running_loop()
-    body = {"model": args.model, "messages": [{"role": "user", "content": "hi"}], "stream": True,
+def prompt(args: argparse.Namespace, number: int) -> str:
+    """What one stream asks; ``shared`` has 600 tokens in common, ``long`` 2,000 in every fourth."""
+    if args.mix == "hi":
+        return "hi"
+    if args.prompt_bytes:
+        return "x" * args.prompt_bytes
+    ask = f"Write a long story, number {args.salt + number}, about a river and the town beside it."
+    if args.mix == "shared":
+        return f"{_SHARED} {ask}"
+    if args.mix == "long" and number % 4 == 0:
+        return f"Report {args.salt + number}. {_LONG} {ask}"
+    return ask
+
+
+def http_request(args: argparse.Namespace, number: int) -> bytes:
+    body = {"model": args.model, "messages": [{"role": "user", "content": prompt(args, number)}], "stream": True,
             "max_tokens": args.tokens, **json.loads(args.extra)}  # fmt: skip
     payload = json.dumps(body).encode()
     head = (
         f"POST {args.path} HTTP/1.1\r\nHost: 127.0.0.1:{args.port}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(payload)}\r\nConnection: close\r\nAuthorization: Bearer {args.key}\r\n\r\n"
     ).encode()
+    return head + payload
+
+
+def socket_request(args: argparse.Namespace) -> tuple[bytes, bytes]:
+    """The handshake of a WebSocket, and one ``generate`` as a masked text frame (with a mask of zeros)."""
+    greeting = (
+        f"GET /ws/v1/stream HTTP/1.1\r\nHost: 127.0.0.1:{args.port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
+        f"Sec-WebSocket-Protocol: sluice.v1\r\nAuthorization: Bearer {args.key}\r\n\r\n"
+    ).encode()
+    body = {"type": "generate", "id": "1", "model": args.model, "prompt": "hi", "max_tokens": args.tokens,
+            **json.loads(args.extra)}  # fmt: skip
+    payload = json.dumps(body).encode()
+    return greeting, b"\x81\xfe" + len(payload).to_bytes(2, "big") + bytes(4) + payload
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    loop = asyncio.get_running_loop()
     readers = []
+    timed = args.interval > 0 or args.timed
     began = time.perf_counter()
     for number in range(args.streams):
+        greeting, request = socket_request(args) if args.ws else (b"", http_request(args, number))
         _, reader = await loop.create_connection(
-            lambda: Reader(head + payload, args.interval > 0), "127.0.0.1", args.port
+            lambda request=request, greeting=greeting: Reader(request, timed, args.timed, greeting),
+            "127.0.0.1",
+            args.port,
         )
         readers.append(reader)
         if args.interval and number % 16 == 15:
@@ -79,11 +131,18 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     out: dict[str, Any] = {
         "streams": args.streams,
         "failed": failed,
-        "tokens": (args.streams - failed) * args.tokens,
+        "tokens": sum(r.events for r in readers) if args.timed else (args.streams - failed) * args.tokens,
         "seconds": ended - min((r.first for r in readers if r.first), default=began),
         "bytes": sum(r.bytes for r in readers),
         "events": sum(r.events for r in readers),
     }
+    if args.timed:
+        out["seconds"] = ended - began
+        waits = [r.first - r.sent for r in readers if r.first]
+        gaps = sorted(b[0] - a[0] for r in readers for a, b in zip(r.arrivals, r.arrivals[1:], strict=False))
+        out["ttft_p50_ms"] = statistics.median(waits) * 1000
+        out["itl_p50_ms"] = statistics.median(gaps) * 1000 if gaps else 0.0
+        out["itl_p99_ms"] = gaps[int(len(gaps) * 0.99)] * 1000 if gaps else 0.0
     if args.interval:
         late = sorted(x for r in readers if r.arrivals for x in latencies(r, args.interval))
         out["late_p50_ms"] = statistics.median(late) * 1000
@@ -100,8 +159,16 @@ def main() -> None:
     parser.add_argument("--model", default="m")
     parser.add_argument("--key", default="none")
     parser.add_argument("--extra", default="{}")
+    parser.add_argument("--ws", action="store_true", help="a WebSocket per stream instead of a POST")
+    parser.add_argument("--mix", default="hi", choices=["hi", "plain", "shared", "long"], help="what is asked")
+    parser.add_argument("--prompt-bytes", type=int, default=0, help="a prompt of this length, with --mix plain")
+    parser.add_argument("--salt", type=int, default=0, help="makes prompts differ from those of other runs")
+    parser.add_argument("--timed", action="store_true", help="times of tokens too; tokens are counted, not assumed")
     parser.add_argument("--interval", type=float, default=0.0, help="seconds per token of a paced run")
-    print(json.dumps(asyncio.run(run(parser.parse_args()))))
+    args = parser.parse_args()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    print(json.dumps(asyncio.run(run(args))))
 
 
 if __name__ == "__main__":

@@ -81,11 +81,13 @@ def running(
     cpu: int | None = None,
     ready: str = "",
     below: int = 500,
+    patience: float = 60.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command, on one processor where ``cpu`` is given, until the block is left.
 
     Args:
-        ready: a URL that answers with a status under ``below`` once the command serves.
+        ready: a URL that answers with a status under ``below`` once the command serves, within
+            ``patience`` seconds.
     """
     full = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", **(env or {})}
     log = open(f"/tmp/sluice-bench-{os.getpid()}.log", "ab")  # noqa: SIM115
@@ -95,7 +97,7 @@ def running(
     )
     try:
         if ready:
-            _wait(ready, process, below)
+            _wait(ready, process, below, patience)
         yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -108,7 +110,7 @@ def running(
         log.close()
 
 
-def _wait(url: str, process: subprocess.Popen[bytes], below: int, seconds: float = 60.0) -> None:
+def _wait(url: str, process: subprocess.Popen[bytes], below: int, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:

@@ -1,11 +1,13 @@
 """What the platform itself costs per token, beside servers that do nothing but stream.
 
-    python -m benchmarks.stream [--streams 1,32,128,512] [--rounds 3]
+    python -m benchmarks.stream [--streams 1,32,128,512] [--rounds 3] [--quick]
 
 ``sluice`` is the whole path: scripted engine in its worker process -> Redis -> server -> client, with keys,
-validation, limits and settling. The others make the same chunks in a loop inside the server. Every server
-is pinned to one processor; client, worker and Redis share the other. Servers alternate in each round; the
-table shows medians, and ratios to bare uvicorn in the same run.
+validation, limits and settling; also over WebSocket, and the same application under uvicorn. The others
+make the same chunks in a loop inside the server. Every server is pinned to one processor; client, worker
+and Redis share the other. Servers alternate in each round; the table shows medians, and ratios to bare
+uvicorn in the same run. "Flat out" counts tokens: where our server is behind, several tokens of a stream
+leave in one write, as they do for the peers whose sockets are full.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.processes import ROOT, cpu_seconds, family, free_port, machine, python, resident_mib, running
+from benchmarks.report import medians, plot, show
 from inference.embedded import EmbeddedValkey
 
 PACE = 1 / 0.03
@@ -39,6 +41,7 @@ class Target:
     model: str = "m"
     key: str = "none"
     extra: str = "{}"
+    ws: bool = False
 
 
 @contextmanager
@@ -57,56 +60,63 @@ PEERS = {
 }
 
 
+OURS = {
+    "sluice": "serve",
+    "sluice, WebSocket": "serve",
+    "sluice under uvicorn": "uvicorn",
+}
+
+
 @contextmanager
-def sluice(rate: float, folder: str) -> Iterator[Target]:
-    """Our servers, pools and Valkey, with the scripted engine at ``rate`` tokens per second."""
-    port = free_port()
-    with ExitStack() as stack:
-        valkey = stack.enter_context(EmbeddedValkey())
-        os.sched_setaffinity(valkey.pid, {1})
+def site(models: str, folder: str, *, pin: bool = True, **settings: str) -> Iterator[tuple[dict[str, str], str, int]]:
+    """Valkey and a migrated database: the environment of our processes, an API key, and Valkey's process id."""
+    with EmbeddedValkey() as valkey:
+        if pin:
+            os.sched_setaffinity(valkey.pid, {1})
         env = {
             "REDIS_URL": valkey.url,
-            "DATABASE_URL": f"sqlite:///{folder}/bench.sqlite3",
-            "SLUICE_MODELS": f"m=scripted:rate={rate:g},slots=1024,context=8192",
-            "SLUICE_MAX_RUNNING": "1024",
+            "DATABASE_URL": f"sqlite:///{folder}/bench-{valkey.pid}.sqlite3",
+            "SLUICE_MODELS": models,
+            "SLUICE_MAX_RUNNING": "4096",
             "SLUICE_MAX_QUEUED": "4096",
             "SLUICE_LOG_LEVEL": "WARNING",
+            **settings,
         }
         run = {**os.environ, **env, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}"}
         subprocess.run(python("manage.py", "migrate", "--noinput", "-v", "0"), cwd=ROOT, env=run, check=True)
-        made = subprocess.run(
-            python("manage.py", "apikey", "create", "bench"),
-            cwd=ROOT,
-            env=run,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        key = next(word for word in made.stdout.split() if word.startswith("sk-"))
+        make = python("manage.py", "apikey", "create", "bench")
+        made = subprocess.run(make, cwd=ROOT, env=run, check=True, capture_output=True, text=True)
+        assert valkey.pid is not None
+        yield env, next(word for word in made.stdout.split() if word.startswith("sk-")), valkey.pid
+
+
+@contextmanager
+def sluice(rate: float, folder: str, name: str = "sluice") -> Iterator[Target]:
+    """Our server, pool and Valkey, with the scripted engine at ``rate`` tokens per second."""
+    port = free_port()
+    serve = {
+        "serve": python("manage.py", "serve", "--port", str(port)),
+        "uvicorn": python("-m", "uvicorn", "sluice.asgi:application", "--port", str(port), "--log-level", "error"),
+    }[OURS[name]]
+    with ExitStack() as stack:
+        env, key, valkey = stack.enter_context(site(f"m=scripted:rate={rate:g},slots=1024,context=8192", folder))
         pool = stack.enter_context(running(python("manage.py", "runworker", "--devices", "cpu"), env=env, cpu=1))
-        server = stack.enter_context(
-            running(
-                python("manage.py", "serve", "--port", str(port)),
-                env=env,
-                cpu=0,
-                ready=f"http://127.0.0.1:{port}/readyz",
-            )
-        )
-        yield Target(
-            "sluice", port, server.pid, {"worker": pool.pid, "redis": valkey.pid}, key=key, extra='{"ignore_eos": true}'
-        )
+        server = stack.enter_context(running(serve, env=env, cpu=0, ready=f"http://127.0.0.1:{port}/readyz"))
+        others = {"worker": pool.pid, "redis": valkey}
+        yield Target(name, port, server.pid, others, key=key, extra='{"ignore_eos": true}', ws="WebSocket" in name)
 
 
-def measure(target: Target, streams: int, tokens: int, interval: float = 0.0) -> dict[str, Any]:
-    """One run of the client; adds processor time per 1,000 tokens and memory."""
+def measure(target: Target, streams: int, tokens: int, interval: float = 0.0, *options: str) -> dict[str, Any]:
+    """One run of the client; adds processor time per 1,000 tokens (ms) and memory (MiB)."""
     groups = {"server": family(target.server)} | {n: family(p) for n, p in target.others.items()}
     before = {name: cpu_seconds(pids) for name, pids in groups.items()}
     extra = json.loads(target.extra)
-    if interval and target.name != "sluice":
+    if interval and not target.others:
         extra["rate"] = 1 / interval
     command = python(
         "-m", "benchmarks.load", "--port", str(target.port), "--streams", str(streams), "--tokens", str(tokens),
         "--model", target.model, "--key", target.key, "--extra", json.dumps(extra), "--interval", str(interval),
+        *(["--ws"] if target.ws else []), *options,
     )  # fmt: skip
     done = subprocess.run(["taskset", "-c", "1", *command], cwd=ROOT, capture_output=True, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout)
@@ -119,15 +129,9 @@ def measure(target: Target, streams: int, tokens: int, interval: float = 0.0) ->
     return result
 
 
-def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
-    return {k: statistics.median(r[k] for r in rows) for k in rows[0] if isinstance(rows[0][k], (int, float))}
-
-
 def targets(rate: float, folder: str, names: list[str]) -> dict[str, Any]:
     made = {n: (lambda n=n: peer(n, PEERS[n])) for n in PEERS if n in names}
-    if "sluice" in names:
-        made["sluice"] = lambda: sluice(rate, folder)
-    return made
+    return made | {n: (lambda n=n: sluice(rate, folder, n)) for n in OURS if n in names}
 
 
 def flat_out(args: argparse.Namespace, folder: str) -> None:
@@ -136,53 +140,71 @@ def flat_out(args: argparse.Namespace, folder: str) -> None:
     with ExitStack() as stack:
         live = {n: stack.enter_context(make()) for n, make in targets(0, folder, args.only).items()}
         for count in counts:
-            tokens = max(60, min(2000, args.budget // count))
+            tokens = max(200, min(2000, args.budget // count))
             for _ in range(args.rounds):
                 for name, target in live.items():
                     results.setdefault(name, {}).setdefault(count, []).append(measure(target, count, tokens))
-    print(f"\nFlat out, tokens/s (median of {args.rounds}) and ratio to bare uvicorn\n")
-    print(f"| {'server':34} | " + " | ".join(f"{c:>5} streams" for c in counts) + " |")
-    print("|---" * (len(counts) + 1) + "|")
-    base = results.get("bare uvicorn", {})
-    for name, by_count in results.items():
-        cells = []
-        for count in counts:
-            rate = medians(by_count[count])["rate"]
-            ratio = rate / medians(base[count])["rate"] if base else float("nan")
-            cells.append(f"{rate / 1000:6.1f} k ({ratio:.2f})")
-        print(f"| {name:34} | " + " | ".join(cells) + " |")
-    ours = results.get("sluice", {}).get(counts[-1])
+    rates = {name: {c: medians(rows)["rate"] for c, rows in by.items()} for name, by in results.items()}
+    base = rates.get("bare uvicorn", {})
+    cells = {
+        name: [f"{by[c] / 1000:.1f} k" + (f" ({by[c] / base[c]:.2f})" if base else "") for c in counts]
+        for name, by in rates.items()
+    }
+    show(
+        f"Flat out, tokens/s (median of {args.rounds}) and ratio to bare uvicorn",
+        ["server", *(f"{c} streams" for c in counts)],
+        [[name, *row] for name, row in cells.items()],
+    )
+    ours = [(c, medians(results["sluice"][c])) for c in counts] if "sluice" in results else []
     if ours:
-        m = medians(ours)
-        print(
-            f"\nsluice at {counts[-1]} streams, us of processor time per token: server {m['cpu_server']:.1f}, "
-            f"worker {m['cpu_worker']:.1f}, Redis {m['cpu_redis']:.1f}; bytes per token {m['bytes'] / m['tokens']:.0f}"
+        show(
+            "sluice, flat out: microseconds of processor time per token, and bytes per token",
+            ["streams", "server", "worker", "Redis", "bytes"],
+            [
+                [
+                    c,
+                    *(f"{m[f'cpu_{who}']:.1f}" for who in ("server", "worker", "redis")),
+                    f"{m['bytes'] / m['tokens']:.0f}",
+                ]
+                for c, m in ours
+            ],
         )
+    if args.plots:
+        chosen = {
+            name: [(c, by[c]) for c in counts] for name, by in rates.items() if "uvicorn" not in name or by is base
+        }
+        plot("stream", "Tokens/s by open streams, flat out", "open streams", "tokens/s", chosen, log_x=True)
 
 
 def paced(args: argparse.Namespace, folder: str) -> None:
-    tokens = 200
-    print(f"\nPaced, {args.paced} streams, one token per 30 ms (median of {args.rounds})\n")
-    print("| server | CPU ms per 1,000 tokens | added latency p50 / p99, ms | RSS, MiB |\n|---|---|---|---|")
+    rows = []
     for name, make in targets(PACE, folder, args.only).items():
         with make() as target:
-            rows = [measure(target, args.paced, tokens, 1 / PACE) for _ in range(args.rounds)]
-        m = medians(rows)
-        print(
-            f"| {name} | {m['cpu_server']:.0f} | {m['late_p50_ms']:.0f} / {m['late_p99_ms']:.0f} | {m['rss']:.0f} |",
-            flush=True,
-        )
+            measure(target, 64, 20, 1 / PACE)  # warms up
+            m = medians([measure(target, args.paced, args.paced_tokens, 1 / PACE) for _ in range(args.rounds)])
+        parts = [f"{m[f'cpu_{who}']:.0f}" if f"cpu_{who}" in m else "" for who in ("server", "worker", "redis")]
+        rows.append([name, *parts, f"{m['late_p50_ms']:.0f} / {m['late_p99_ms']:.0f}", f"{m['rss']:.0f}"])
+    show(
+        f"Paced, {args.paced} streams, one token per 30 ms (median of {args.rounds}); CPU in ms per 1,000 tokens",
+        ["server", "CPU server", "worker", "Redis", "added latency p50 / p99, ms", "RSS of the server, MiB"],
+        rows,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", default="1,32,128,512")
     parser.add_argument("--paced", type=int, default=512)
+    parser.add_argument("--paced-tokens", type=int, default=130)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget", type=int, default=60_000, help="tokens per measurement, over all streams")
-    parser.add_argument("--only", type=lambda t: t.split(","), default=[*PEERS, "sluice"])
+    parser.add_argument("--only", type=lambda t: t.split("+"), default=[*PEERS, *OURS], help="names, with + between")
     parser.add_argument("--skip-paced", action="store_true")
+    parser.add_argument("--plots", action="store_true", help="write docs/benchmarks/stream.svg")
+    parser.add_argument("--quick", action="store_true", help="one round of few streams")
     args = parser.parse_args()
+    if args.quick:
+        args.streams, args.rounds, args.paced, args.paced_tokens = "1,32", 1, 64, 60
     print(machine())
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
         flat_out(args, folder)
