@@ -11,7 +11,7 @@ from apps.accounts.limits import Lease, LimitExceeded, limiter_of
 from apps.accounts.principal import Principal
 from apps.api import deps
 from apps.api.choices import Choice, Delta, Usage
-from apps.api.errors import detached, from_outcome, from_refusal, header_pairs, over_limit
+from apps.api.errors import ApiError, detached, from_outcome, from_refusal, header_pairs, over_limit
 from apps.api.plan import Plan
 from inference.errors import Refused, StoreUnavailable
 from inference.gateway import Detached, RequestEnded, RequestSpec, RequestStream, StreamGroup
@@ -25,6 +25,9 @@ class Generation:
     Entering it gets the request accepted (or raises :class:`ApiError` with
     nothing sent yet); leaving it settles whatever is still open.
     """
+
+    #: What ended it, while there is still text from before to be given out.
+    _broken: ApiError | None = None
 
     def __init__(self, plan: Plan, caller: Principal, *, client: str, transport: str) -> None:
         self.plan = plan
@@ -102,7 +105,7 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        return self._group.done
+        return self._group.done and self._broken is None
 
     async def next(self) -> list[tuple[int, Delta]]:
         """What became certain, per choice; ``[]`` asks for a ping.
@@ -112,6 +115,8 @@ class Generation:
         Raises:
             ApiError: the request has ended before its answer was complete.
         """
+        if self._broken is not None:
+            raise self._broken
         while True:
             try:
                 batch = await self._group.next()
@@ -121,12 +126,16 @@ class Generation:
                 raise detached() from exc
             except StoreUnavailable as exc:
                 raise from_refusal(exc, self.plan.model, 1.0) from exc
-            out = [
-                (index, delta)
-                for index, frames in batch
-                for frame in frames
-                if (delta := self._feed(index, frame)) is not None
-            ]
+            out: list[tuple[int, Delta]] = []
+            try:
+                for index, frames in batch:
+                    for frame in frames:
+                        if (delta := self._feed(index, frame)) is not None:
+                            out.append((index, delta))  # noqa: PERF401 - those before an error count
+            except ApiError as exc:
+                if not out:
+                    raise
+                self._broken = exc  # with the next call: what was made before it comes first
             if out or not batch or self.done:
                 return out
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
+import re
+import signal
 from typing import Any
 
 import pytest
 import redis
 
 from inference.keys import Keys
+from inference.messages import decode_worker_beat
 from tests.apps.api import live
 from tests.apps.api.asking import CHAT, COMPLETIONS, GENERATE, PATHS, RESPONSES, STREAMS, WAYS, Answer, ask, body
 from tests.apps.api.live import Site, events
+from tests.support import eventually
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -69,8 +74,16 @@ async def test_oc_02_a_failure_in_the_middle_is_an_error_and_never_an_end(site: 
     assert failed.error is not None
     assert failed.error["code"] == "engine_error"
     assert failed.finish == []
+    assert failed.text  # what came before is not taken back
     assert "[DONE]" not in failed.raw
     assert all(o.text == "all is well with this one" and o.finish == ["stop"] for o in others)
+    named = re.search(r"gen-[0-9a-f]{24}", failed.raw) if way == "websocket" else None
+    request_id = named[0] if named else failed.headers["x-sluice-request"]
+
+    def logged() -> bool:
+        return any("ERROR" in line and request_id in line for line in site.log.read_text().splitlines())
+
+    await eventually(logged, 10, what="an ERROR line with the request's id")
 
 
 WRONG: list[dict[str, Any]] = [
@@ -461,6 +474,34 @@ async def test_st_06_something_is_heard_while_the_request_waits(site: Site, way:
     else:
         # 60 tokens at 20 a second, and a ping every 0.3 s of silence.
         assert answer.raw.count(": ping\n\n") >= 2
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_st_06_something_is_heard_in_a_gap_of_the_answer(site: Site, path: str) -> None:
+    with redis.Redis.from_url(site.env["REDIS_URL"]) as store:
+        beats = [decode_worker_beat(store.get(Keys().worker_beat(name.decode()))) for name in workers(site)]
+    asked = body(f"{path} stream", "x", model="slow", max_tokens=20, ignore_eos=True)
+    heard, pings, stopped = b"", 0, False
+
+    def tell(number: signal.Signals) -> None:
+        for beat in beats:
+            os.kill(beat.pid, number)
+
+    async with site.client() as client, client.stream("POST", path, json=asked) as reply:
+        try:
+            async for piece in reply.aiter_raw():
+                heard += piece
+                if stopped:
+                    pings += piece.count(b": ping\n\n")
+                    if pings >= 3:
+                        tell(signal.SIGCONT)
+                elif b'"delta"' in piece or b'"text"' in piece:
+                    stopped = True
+                    tell(signal.SIGSTOP)
+        finally:
+            tell(signal.SIGCONT)
+    assert pings >= 3
+    assert (b'"response.incomplete"' if path == RESPONSES else b"data: [DONE]") in heard
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import shutil
+import subprocess
 from typing import Any
 
 import httpx
@@ -10,9 +13,11 @@ import openai
 import pytest
 from httpx_sse import aconnect_sse
 from pydantic import BaseModel
+from websockets.sync.client import connect
 
 from tests.apps.api.live import Site, chat
 from tests.apps.api.test_http import SAY_CALL, TOOLS
+from tests.conftest import skip_or_fail
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 # Others' libraries warn about themselves.
@@ -66,6 +71,53 @@ async def test_openai_async_raw_streaming_helper_and_tools(site: Site) -> None:
         assert final.choices[0].finish_reason == "tool_calls"
         called = final.choices[0].message.tool_calls[0].function  # type: ignore[index]
         assert (called.name, json.loads(called.arguments)) == ("get_weather", {"city": "Paris"})
+
+
+def test_openai_sync_raw_streamed_response_and_helper(site: Site) -> None:
+    fields: Any = {"model": "demo", "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+    with sync(site) as client:
+        raw = client.chat.completions.with_raw_response.create(**fields)
+        assert raw.headers["x-sluice-request"] == raw.parse().id
+        with client.chat.completions.with_streaming_response.create(**fields, stream=True) as reply:
+            lines = [line for line in reply.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        said: Any = [{"role": "user", "content": "[[say:all of it]]"}]
+        with client.chat.completions.stream(model="demo", messages=said, max_tokens=50) as stream:
+            kinds = {event.type for event in stream}
+            final = stream.get_final_completion()
+        assert {"chunk", "content.delta", "content.done"} <= kinds
+        assert final.choices[0].message.content == "all of it"
+        text = "".join(
+            chunk.choices[0].text
+            for chunk in client.completions.create(model="demo", prompt="x", max_tokens=4, seed=1, stream=True)
+        )
+        assert text == client.completions.create(model="demo", prompt="x", max_tokens=4, seed=1).choices[0].text
+
+
+async def test_openai_async_leaving_a_stream_cancels_it(site: Site) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key=site.key, max_retries=0) as client:
+        stream = await client.chat.completions.create(
+            model="slow", messages=MESSAGES, max_tokens=1000, extra_body={"ignore_eos": True}, stream=True
+        )
+        async for chunk in stream:
+            if chunk.choices[0].delta.content:
+                break
+        await stream.close()
+        async with site.client() as plain, asyncio.timeout(10):
+            while (await plain.get(f"/v1/requests/{chunk.id}")).json().get("state") == "running":
+                await asyncio.sleep(0.02)
+
+
+async def test_openai_waits_out_a_queue_with_pings(site: Site) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key=site.key, max_retries=0) as client:
+        holder = await client.chat.completions.create(
+            model="one", messages=MESSAGES, max_tokens=40, extra_body={"ignore_eos": True}, stream=True
+        )
+        await anext(aiter(holder))
+        waiter = await client.chat.completions.create(model="one", messages=MESSAGES, max_tokens=2, stream=True)
+        finishes = [c.finish_reason async for chunk in waiter for c in chunk.choices if c.finish_reason]
+        await holder.close()
+    assert finishes == ["length"]
 
 
 async def test_openai_parses_structured_answers(site: Site) -> None:
@@ -152,8 +204,45 @@ async def test_httpx_sse(site: Site) -> None:
     assert all(json.loads(data)["object"] == "chat.completion.chunk" for data in seen[:-1])
 
 
+def test_websockets_sync(site: Site) -> None:
+    headers = {"Authorization": f"Bearer {site.key}"}
+    url = f"ws://{site.host}/ws/v1/stream"
+    with connect(url, additional_headers=headers, subprotocols=["sluice.v1"]) as socket:  # type: ignore[list-item]
+        socket.send(json.dumps({"type": "generate", "id": "a", "model": "demo", "prompt": "x", "max_tokens": 5}))
+        seen = [json.loads(socket.recv(10))]
+        while seen[-1]["type"] != "done":
+            seen.append(json.loads(socket.recv(10)))
+    assert seen[0]["type"] == "accepted"
+    assert seen[-1]["usage"]["completion_tokens"] == 5
+
+
+def test_curl(site: Site) -> None:
+    program = shutil.which("curl")
+    if program is None:
+        skip_or_fail("curl is not installed")
+    base = [program, "-sS", "-N", "-H", f"Authorization: Bearer {site.key}", "-H", "Content-Type: application/json"]
+
+    def curl(body: dict[str, Any], *options: str) -> subprocess.CompletedProcess[str]:
+        url = f"{site.url}/v1/chat/completions"
+        return subprocess.run(
+            [*base, *options, "-d", json.dumps(body), url], capture_output=True, text=True, timeout=60
+        )
+
+    stream = curl(chat(stream=True))
+    assert stream.returncode == 0
+    assert stream.stdout.endswith("data: [DONE]\n\n")
+    refused = curl(chat(n=0), "-w", "%{http_code}")
+    assert refused.stdout.endswith("400")
+    assert json.loads(refused.stdout[:-3])["error"]["param"] == "n"
+    late = curl(chat(model="slow", max_tokens=1000, ignore_eos=True), "--max-time", "1")
+    assert (late.returncode, late.stdout) == (28, "")
+    compressed = curl(chat(stream=True), "--compressed", "-D", "-")
+    assert "content-encoding" not in compressed.stdout.lower()
+    assert "data: [DONE]" in compressed.stdout
+
+
 async def test_langchain(site: Site) -> None:
-    from langchain_openai import ChatOpenAI
+    from langchain_openai import ChatOpenAI, OpenAI
 
     model = ChatOpenAI(
         model="demo", base_url=f"{site.url}/v1", api_key=site.key, max_tokens=8, temperature=0, max_retries=0
@@ -167,6 +256,10 @@ async def test_langchain(site: Site) -> None:
     assert answer.tool_calls[0]["args"] == {"city": "Paris"}  # type: ignore[union-attr]
     structured = loud.with_structured_output(Verdict, method="json_schema")
     assert await structured.ainvoke('[[say:{"ok": true}]]') == Verdict(ok=True)
+    counted = [chunk async for chunk in model.astream("hi", stream_usage=True)]
+    assert sum(c.usage_metadata["output_tokens"] for c in counted if c.usage_metadata) == 8
+    legacy = OpenAI(model="demo", base_url=f"{site.url}/v1", api_key=site.key, max_tokens=4, temperature=0)  # type: ignore[call-arg,arg-type]
+    assert "".join([piece async for piece in legacy.astream("x")]) == await legacy.ainvoke("x")
 
 
 async def test_litellm(site: Site) -> None:
@@ -185,3 +278,9 @@ async def test_litellm(site: Site) -> None:
     stream = await litellm.acompletion(**options, stream=True)
     text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
     assert text == plain.choices[0].message.content
+    called = await litellm.acompletion(
+        **{**options, "messages": [{"role": "user", "content": SAY_CALL}], "tools": TOOLS, "max_tokens": 200}
+    )
+    assert json.loads(called.choices[0].message.tool_calls[0].function.arguments) == {"city": "Paris"}
+    with pytest.raises(litellm.NotFoundError):
+        await litellm.acompletion(**{**options, "model": "openai/none"})

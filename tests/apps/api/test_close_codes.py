@@ -141,6 +141,7 @@ async def test_4429_more_messages_than_a_client_needs(site: Site) -> None:
 async def _flood(socket: Any) -> None:
     for _ in range(websocket.BURST * 20):
         await socket.send('{"type":"ping"}')
+        await asyncio.sleep(0)  # and hear what is said meanwhile
     await socket.wait_closed()
 
 
