@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -164,17 +162,48 @@ def memory(check: Check) -> str:
     return f"{taken / mib:.0f} MiB taken, {planned / mib:.0f} planned, {kept / mib:.0f} kept after close"
 
 
+def parallel(check: Check) -> str:
+    """One model over two devices answers as it does on one."""
+    import torch
+
+    two = "cpu+cpu"
+    if check.device.startswith("cuda"):
+        two = "cuda:0+cuda:1"
+        if torch.cuda.device_count() < 2:
+            raise Skipped("one model over several devices needs two of them")
+
+    async def answers(device: str) -> list[list[int]]:
+        rig = await _rig(check.tiny, device)
+        jobs = [
+            _job(f"a{i}", prompt=[97 + i] * (5 + 40 * i), max_tokens=20, temperature=i % 2, seed=i) for i in range(8)
+        ]
+        result = [answer.ids for answer in await rig.run_all(jobs)]
+        await rig.engine.close()
+        return result
+
+    one, spread = asyncio.run(answers(check.device)), asyncio.run(answers(two))
+    same = sum(a == b for a, b in zip(one, spread, strict=True))
+    assert same >= len(one) - 1, f"only {same} of {len(one)} answers agree with those of one device"
+    return f"{same} of {len(one)} answers on {two} equal those on {check.device}"
+
+
 def failover(check: Check) -> str:
-    """Kill the engine's process in mid-answer, again and again; each successor goes on from what was sent."""
-    params = {"max_tokens": 20 * check.kills + 20, "temperature": 1.0, "seed": 5}
-    undisturbed = _child(check, params, [], None)
-    ids: list[int] = []
-    for _ in range(check.kills):
-        ids += _child(check, params, ids, 8)
-    ids += _child(check, params, ids, None)
-    assert len(ids) == params["max_tokens"], f"{len(ids)} tokens instead of {params['max_tokens']}"
-    assert ids == undisturbed, "the answer differs from the undisturbed one"
-    return f"{check.kills} kills, {len(ids)} tokens, equal to the undisturbed answer"
+    """Kill the worker of one sampled stream again and again: its text is the undisturbed one."""
+    from proofs.failover import prove
+
+    with tempfile.TemporaryDirectory() as folder:
+        proof = asyncio.run(
+            prove(
+                Path(folder),
+                models=f"m={check.tiny}",
+                device=check.device,
+                kills=check.kills,
+                seed=5,
+                temperature=1.0,
+            )
+        )
+    assert proof.same, proof.verdict()
+    return proof.verdict()
 
 
 def bench(check: Check) -> str:
@@ -195,7 +224,7 @@ def bench(check: Check) -> str:
 
 
 CHECKS: dict[str, Callable[[Check], str]] = {
-    check.__name__: check for check in (attention, graphs, memory, failover, contract, bench)
+    check.__name__: check for check in (attention, graphs, memory, parallel, failover, contract, bench)
 }
 
 
@@ -211,32 +240,6 @@ async def _rig(folder: str, device: str, **changes: Any) -> Any:
 
     engine = TransformersEngine(folder, alias="tiny", device=device, config=tiny_config(**changes))
     return await Rig(engine).load()
-
-
-def _child(check: Check, params: dict[str, Any], resumed: list[int], kill_after: int | None) -> list[int]:
-    """Run one answer in a process of its own; with ``kill_after``, SIGKILL it after so many tokens."""
-    order = json.dumps({"folder": check.tiny, "device": check.device, "params": params, "resumed": resumed})
-    command = [sys.executable, __file__, "--child", order]
-    ids: list[int] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
-            ids += json.loads(line)
-            if kill_after is not None and len(ids) >= kill_after:
-                child.send_signal(signal.SIGKILL)
-                break
-    return ids
-
-
-async def _generate(order: dict[str, Any]) -> None:
-    rig = await _rig(order["folder"], order["device"])
-    answer = rig.submit(_job("a", **order["params"]), order["resumed"])
-    shown = 0
-    while answer.finish is None or shown < len(answer.ids):
-        await answer.wait(lambda a, shown=shown: len(a.ids) > shown or a.finish is not None)
-        print(json.dumps(answer.ids[shown:]), flush=True)
-        shown = len(answer.ids)
-    await rig.engine.close()
 
 
 def run(check: Check, names: list[str]) -> int:
@@ -271,11 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--only", nargs="+", choices=sorted(CHECKS), help="these checks alone")
     parser.add_argument("--kills", type=int, default=KILLS)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.child:
-        asyncio.run(_generate(json.loads(options.child)))
-        return 0
     import torch
 
     if options.device.startswith("cuda") and not torch.cuda.is_available():

@@ -31,10 +31,11 @@ def test_without_a_gpu_it_is_skipped(gpu_check: ModuleType, capsys: pytest.Captu
 
 @pytest.mark.timeout(180)
 def test_its_checks_run_on_a_cpu(gpu_check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["attention", "graphs", "memory", "failover"]
+    names = ["attention", "graphs", "memory", "parallel", "failover"]
     assert gpu_check.main(["--device", "cpu", "--kills", "2", "--only", *names]) == 0
     out = capsys.readouterr().out
     assert "2 kills, 80 tokens" in out and "equal to the undisturbed answer" in out
+    assert "8 of 8 answers on cpu+cpu equal those on cpu" in out
     assert "CUDA graphs False" in out and out.count("skipped") == 2
 
 
