@@ -17,10 +17,17 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local n = tonumber(ARGV[3])
 local odd = {}
 local hold = {}
+-- A step that waited brings several frames of one request: its record is read, and counted in, once.
+local records = {}
+local counts = {}
 for i = 1, n do
   local a = 4 + (i - 1) * 7
   local req, log = KEYS[2 * i - 1], KEYS[2 * i]
-  local rec = redis.call('HMGET', req, 'worker', 'attempt', 'server', 'first')
+  local rec = records[req]
+  if not rec then
+    rec = redis.call('HMGET', req, 'worker', 'attempt', 'server', 'first')
+    records[req] = rec
+  end
   if rec[1] ~= ARGV[1] or rec[2] ~= ARGV[a + 1] then
     odd[#odd + 1] = i - 1; odd[#odd + 1] = 'stale'; odd[#odd + 1] = ''
     hold[ARGV[a + 6]] = true
@@ -32,11 +39,8 @@ for i = 1, n do
       odd[#odd + 1] = i - 1; odd[#odd + 1] = 'gap'; odd[#odd + 1] = ''
       hold[ARGV[a + 6]] = true
     elseif len == seq then
-      if ARGV[a + 4] ~= '0' then
-        redis.call('HSET', req, 'tokens', ARGV[a + 4], 'last', now)
-        -- not with the first frame: one that only says how it ended has no token
-        if not rec[4] then redis.call('HSET', req, 'first', now) end
-      end
+      -- not a frame that only says how it ended: it has no token
+      if ARGV[a + 4] ~= '0' then counts[req] = ARGV[a + 4] end
       if ARGV[a + 5] ~= '' then
         redis.call('HSET', req, 'finish', ARGV[a + 5])
         redis.call('SREM', ARGV[2] .. 'of:worker:' .. ARGV[1], ARGV[a])
@@ -49,6 +53,13 @@ for i = 1, n do
     if rec[3] == '' and ARGV[a + 5] ~= '' then
       odd[#odd + 1] = i - 1; odd[#odd + 1] = 'detached'; odd[#odd + 1] = ''
     end
+  end
+end
+for req, tokens in pairs(counts) do
+  if records[req][4] then
+    redis.call('HSET', req, 'tokens', tokens, 'last', now)
+  else
+    redis.call('HSET', req, 'tokens', tokens, 'last', now, 'first', now)
   end
 end
 for i = 4 + n * 7, #ARGV, 2 do
