@@ -7,7 +7,7 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/platform
 MANAGE := $(PY) manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev model tools serve test test-upstream lint format bench bench-stream bench-engine bench-slow-readers soak prove-rollout prove-failover prove-hosts mutants gpu-check clean
+.PHONY: help install install-dev model tools serve test test-upstream lint format bench bench-stream bench-engine bench-e2e bench-scale bench-start bench-slow-readers soak prove-rollout prove-failover prove-hosts mutants gpu-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -46,7 +46,7 @@ format: install-dev ## reformat and mend what can be mended
 	@$(PY) -m ruff check --fix-only --quiet .
 	@$(PY) -m ruff format .
 
-bench: bench-stream bench-engine ## all benchmarks, one table each
+bench: bench-stream bench-engine bench-e2e bench-scale bench-start ## all benchmarks, one table each
 
 bench-stream: install-dev ## what the platform costs per token, beside servers that only stream
 	@exec $(PY) -m benchmarks.stream $(ARGS)
@@ -64,6 +64,15 @@ prove-failover: install-dev model ## kill the worker of one stream 20 times: the
 prove-hosts: install-dev ## hosts in network namespaces, cut off and healed under load (as root)
 	@scripts/ensure-tools haproxy iproute2:ip
 	@exec $(PY) -m proofs.hosts $(ARGS)
+
+bench-e2e: install-dev model ## the default model through everything, beside other servers and the bare loop
+	@exec $(PY) -m benchmarks.e2e $(ARGS)
+
+bench-scale: install-dev ## how cost grows with streams, processes, requests in flight and prompts; plots
+	@exec $(PY) -m benchmarks.scale $(ARGS)
+
+bench-start: install-dev model ## start to ready and to the first token; idle processor time and memory
+	@exec $(PY) -m benchmarks.start $(ARGS)
 
 bench-slow-readers: install-dev ## what clients that never read cost the server and everybody else
 	@exec $(PY) -m benchmarks.slow_readers $(ARGS)
