@@ -170,8 +170,8 @@ def _thresholds(rows: Tensor, generations: Sequence[Generation]) -> Tensor:
     """Smallest logit that top-k and then top-p keep, per row, ``[rows, 1]``.
 
     Sorting a whole vocabulary costs far more than finding its best few hundred,
-    which nearly always hold the probability that top-p asks for; where they do
-    not, sixteen times as many are looked at.
+    which nearly always hold the probability that top-p asks for; for the rows where
+    they do not, sixteen times as many are looked at.
     """
     vocabulary = rows.shape[1]
     ks = [g.params.top_k if 0 < g.params.top_k < vocabulary else 0 for g in generations]
@@ -179,21 +179,26 @@ def _thresholds(rows: Tensor, generations: Sequence[Generation]) -> Tensor:
     k = torch.tensor([k or vocabulary for k in ks], device=rows.device).unsqueeze(1)
     p = torch.tensor(ps, dtype=torch.float32, device=rows.device).unsqueeze(1)
     width = min(vocabulary, max([*ks, 256 if min(ps) < 1.0 else 1]))
-    whole = torch.logsumexp(rows, dim=-1, keepdim=True)
-    while True:
-        values = torch.topk(rows, width, dim=-1).values
-        inside = torch.arange(width, device=rows.device).unsqueeze(0) < k
-        values = values.masked_fill(~inside, NEG_INF)
-        total = torch.where(k <= width, torch.logsumexp(values, dim=-1, keepdim=True), whole)
-        share = torch.exp(values - total)
-        before = torch.cumsum(share, dim=-1) - share
-        keep = ((before < p) | (p >= 1.0)) & inside
-        enough = (k <= width) | (p >= 1.0) | (before[:, -1:] >= p) | (share[:, -1:] == 0)
-        if width == vocabulary or bool(enough.all()):
-            break
+    result, left = _among(rows, k, p, width)
+    while width < vocabulary and bool(left.any()):
         width = min(vocabulary, width * 16)
+        where = left.squeeze(1).nonzero().squeeze(1)
+        result[where], left[where] = _among(rows[where], k[where], p[where], width)
+    return result
+
+
+def _among(rows: Tensor, k: Tensor, p: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Thresholds that show among the best ``width`` of each row, and for which rows more must be seen."""
+    values = torch.topk(rows, width, dim=-1).values
+    inside = torch.arange(width, device=rows.device).unsqueeze(0) < k
+    values = values.masked_fill(~inside, NEG_INF)
+    total = torch.where(k <= width, torch.logsumexp(values, dim=-1, keepdim=True), rows.logsumexp(-1, keepdim=True))
+    share = torch.exp(values - total)
+    before = torch.cumsum(share, dim=-1) - share
+    keep = ((before < p) | (p >= 1.0)) & inside
+    enough = (k <= width) | (p >= 1.0) | (before[:, -1:] >= p) | (share[:, -1:] == 0)
     last = values.gather(1, keep.sum(dim=-1, keepdim=True).clamp(min=1) - 1)
-    return last.masked_fill((p >= 1.0) & (k > width), NEG_INF)
+    return last.masked_fill((p >= 1.0) & (k > width), NEG_INF), ~enough
 
 
 Noise = Callable[[Sequence[Row], int], Tensor]
