@@ -165,6 +165,8 @@ def test_slow_readers_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     assert not slow_report([made(), made(mib_each=1.2)], 20, 5000)
     assert not slow_report([made(not_reading=0.024)] * 3, 20, 5000)
     assert not slow_report([made(), made(cut=19)], 20, 5000)
+    assert slow_report([made(cut=10, unanswered=10)], 20, 5000)
+    assert not slow_report([made(cut=9, unanswered=11)], 20, 5000), "each event stream has to be counted as slow"
     assert "MISSED" in capsys.readouterr().out
 
 
