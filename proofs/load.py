@@ -231,6 +231,7 @@ class Client:
                     answer.news(message["text"], message["seq"])
                 case "done":
                     answer.done = message["finish_reason"] == "length"
+                    answer.end("" if answer.done else f"done: {message['finish_reason']}", told=True)
                     return
                 case "error":
                     answer.end(f"message: {message['error'].get('code')}", told=True)
@@ -282,16 +283,16 @@ class Load:
         Raises:
             SystemExit: an answer does not come, or two ways to ask differ.
         """
+        kinds = sorted(set(self.kinds) | {"json", "ws"})
+        asked = [Answer("ws" if k == "ws-kept" else k, p, n) for p, n in self.prompts for k in kinds]
+        await asyncio.gather(*map(self.client.ask, asked))
+        for kind, answer in zip(kinds * len(self.prompts), asked, strict=True):
+            if not answer.done or not answer.text:
+                raise SystemExit(f"an undisturbed request failed ({kind}): {answer.error}")
+            self.expected[kind, answer.prompt, answer.tokens] = answer.text
         for prompt, tokens in self.prompts:
-            texts = {}
-            for kind in set(self.kinds) | {"json", "ws"}:
-                answer = Answer("ws" if kind == "ws-kept" else kind, prompt, tokens)
-                await self.client.ask(answer)
-                if not answer.done or not answer.text:
-                    raise SystemExit(f"an undisturbed request failed ({kind}): {answer.error}")
-                texts[kind] = self.expected[kind, prompt, tokens] = answer.text
             for family in (("json", "sse"), ("ws", "ws-kept", "resumable")):
-                if len({texts[k] for k in family if k in texts}) != 1:
+                if len({self.expected[k, prompt, tokens] for k in family if k in kinds}) != 1:
                     raise SystemExit(f"undisturbed answers differ between {', '.join(family)}")
 
     def start(self) -> None:

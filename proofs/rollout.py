@@ -219,7 +219,7 @@ class Rollout:
         )  # fmt: skip
 
 
-async def afterwards(rig: Rig, load: Load) -> list[tuple[str, object, bool]]:
+async def afterwards(rig: Rig, load: Load, folder: Path) -> list[tuple[str, object, bool]]:
     """What the store says: everything that was asked for has ended once, and nothing else was run."""
     await eventually(rig.is_quiet, 20, what="nothing in flight")
     endings = [decode_ending(e) for e in await rig.redis.call("LRANGE", rig.store.keys.history, 0, -1)]
@@ -227,10 +227,12 @@ async def afterwards(rig: Rig, load: Load) -> list[tuple[str, object, bool]]:
     learnt = len(load.prompts) * len(set(load.kinds) | {"json", "ws"})
     asked = len(load.answers) + learnt
     report = await audit(rig.store)
+    traces = sum(path.read_text(errors="replace").count("Traceback") for path in folder.glob("*.log"))
     return [
         ("requests asked for and run", f"{asked} and {len(times)}", asked == len(times)),
         ("ended twice", sum(n > 1 for n in times.values()), all(n == 1 for n in times.values())),
         ("went on at another worker", sum(e.attempts > 1 for e in endings), True),
+        ("tracebacks in the logs", traces, not traces),
         ("sockets that had to connect again between two requests", load.client.reconnects, True),
         ("records left, findings of the audit", f"{report.records}, {len(report.findings)}",
          report.clean and not report.records),
@@ -279,7 +281,7 @@ async def run(args: argparse.Namespace) -> bool:
             for number in range(1, args.rounds + 1):
                 rounds.append(await rollout.round(load, number))
                 print("  " + ", ".join(f"{h} {v}" for h, v in zip(HEAD, rounds[-1].row(), strict=True)), flush=True)
-            checks = await afterwards(rig, load)
+            checks = await afterwards(rig, load, Path(folder))
             await load.client.aclose()
             return report(rounds, load, checks)
 

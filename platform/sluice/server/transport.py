@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from twisted.internet import tcp
 
 
@@ -17,9 +19,16 @@ class Transport(tcp.Server):
     prompt = False
 
     def startWriting(self) -> None:
-        if self.prompt and not self.disconnecting:
-            # Errors come again, and are dealt with, when the event loop tries.
+        # With something unsent the socket is full, and the event loop waits for it already.
+        if self.prompt and not self.dataBuffer and not self.disconnecting:
             failed = self.doWrite() is not None
+            # Errors come again, and are dealt with, when the event loop tries.
             if not failed and not self.dataBuffer:
                 return
         super().startWriting()
+
+    def loseConnection(self, *args: Any) -> None:
+        # Twisted asks to write here, and only then notes that it is to close once all is written. Written
+        # at once, that would be forgotten: the connection would stay open for good.
+        self.prompt = False
+        super().loseConnection(*args)

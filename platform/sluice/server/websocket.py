@@ -26,6 +26,8 @@ class SluiceWebSocketProtocol(WebSocketProtocol):
         # Until now the HTTP channel of this connection was told when it is full.
         self.transport.unregisterProducer()
         self.transport.registerProducer(self.gate, True)
+        # Every message is one that somebody waits for.
+        self.transport.prompt = True
         return super().onConnect(request)
 
     def connectionLost(self, *args: Any) -> None:
@@ -56,7 +58,7 @@ class SluiceWebSocketProtocol(WebSocketProtocol):
         kind = message.get("type")
         if kind == "websocket.close" and self.state == self.STATE_OPEN:
             self.close_with(message.get("code") or 1000, message.get("reason") or "")
-        elif kind == "websocket.send" and self.state in (self.STATE_CLOSING, self.STATE_CLOSED):
+        elif kind in ("websocket.send", "websocket.close") and self.state in (self.STATE_CLOSING, self.STATE_CLOSED):
             pass  # nobody reads it; the consumer is about to read its disconnect
         elif kind == "websocket.http.response.start":
             headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in message.get("headers", [])}
