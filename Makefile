@@ -87,5 +87,5 @@ gpu-check: install-dev model ## the checks that need a CUDA device; "skipped" wh
 	@exec $(PY) scripts/gpu_check.py $(ARGS)
 
 clean: ## remove environments and caches (not var/, not the model)
-	rm -rf .venv .venv-upstream .install.lock .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-upstream .install.lock .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
