@@ -219,6 +219,11 @@ class Rollout:
         )  # fmt: skip
 
 
+def count_tracebacks(folder: Path) -> int:
+    """In the logs of every process that has run."""
+    return sum(path.read_text(errors="replace").count("Traceback") for path in folder.glob("*.log"))
+
+
 async def afterwards(rig: Rig, load: Load, folder: Path) -> list[tuple[str, object, bool]]:
     """What the store says: everything that was asked for has ended once, and nothing else was run."""
     await eventually(rig.is_quiet, 20, what="nothing in flight")
@@ -227,7 +232,7 @@ async def afterwards(rig: Rig, load: Load, folder: Path) -> list[tuple[str, obje
     learnt = len(load.prompts) * len(set(load.kinds) | {"json", "ws"})
     asked = len(load.answers) + learnt
     report = await audit(rig.store)
-    traces = sum(path.read_text(errors="replace").count("Traceback") for path in folder.glob("*.log"))
+    traces = count_tracebacks(folder)
     return [
         ("requests asked for and run", f"{asked} and {len(times)}", asked == len(times)),
         ("ended twice", sum(n > 1 for n in times.values()), all(n == 1 for n in times.values())),
