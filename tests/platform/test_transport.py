@@ -1,66 +1,69 @@
-"""Connections that send at once: nothing is left unsent, and closing is not forgotten."""
+"""The transport of client connections: what is written at once comes in order, and closing still closes."""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator
-from typing import Any
+import json
+import os
+import subprocess
+import sys
 
 import pytest
-from twisted.internet.protocol import Protocol
 
+from tests.conftest import ROOT
+
+#: Twisted has one event loop per process, so this one is another.
+SCRIPT = """
+import hashlib, json, socket, sys, threading
+import daphne.server
+from twisted.internet import protocol, reactor
 from sluice.server.transport import Transport
 
+way, told, sent, got = sys.argv[1], {}, hashlib.sha1(), hashlib.sha1()
 
-class Loop:
-    """What a connection asks of the event loop."""
+class Writer(protocol.Protocol):
+    pieces = 0
+    def connectionMade(self):
+        self.transport.prompt = True
+        self.write()
+    def write(self):
+        for _ in range(50):
+            data = (b"%d," % self.pieces) * 200
+            self.pieces += 1
+            sent.update(data)
+            self.transport.write(data)
+        if self.pieces < 3000:
+            reactor.callLater(0, self.write)
+        elif way == "later":
+            reactor.callLater(0.2, self.transport.loseConnection)
+        else:
+            getattr(self.transport, way)()
+    def connectionLost(self, reason):
+        reactor.callLater(0, reactor.stop)
 
-    def __init__(self) -> None:
-        self.readers: set[Any] = set()
-        self.writers: set[Any] = set()
-        self.addReader, self.removeReader = self.readers.add, self.readers.discard
-        self.addWriter, self.removeWriter = self.writers.add, self.writers.discard
+listener = socket.create_server(("127.0.0.1", 0))
+listener.setblocking(False)
+port = reactor.adoptStreamPort(listener.fileno(), listener.family, protocol.Factory.forProtocol(Writer))
+port.transport = Transport
 
-    def callLater(self, *_: Any) -> None: ...
+def read():
+    with socket.create_connection(listener.getsockname()) as client:
+        while data := client.recv(5000):
+            got.update(data)
 
-
-@pytest.fixture
-def ends() -> Iterator[tuple[Transport, Loop, socket.socket]]:
-    near, far = socket.socketpair()
-    near.setblocking(False)
-    far.settimeout(5)
-    loop = Loop()
-    transport = Transport(near, Protocol(), ("127.0.0.1", 1), None, 0, loop)
-    yield transport, loop, far
-    near.close()
-    far.close()
-
-
-def test_prompt_writes_leave_at_once(ends: tuple[Transport, Loop, socket.socket]) -> None:
-    transport, loop, far = ends
-    transport.prompt = True
-    transport.write(b"token")
-    assert far.recv(10) == b"token"
-    assert transport not in loop.writers
-
-
-@pytest.mark.parametrize("prompt", [True, False])
-def test_closing_is_left_to_the_event_loop(ends: tuple[Transport, Loop, socket.socket], prompt: bool) -> None:
-    """A connection that was closed in mid-stream stayed open: nobody was left to close it."""
-    transport, loop, _ = ends
-    transport.prompt = prompt
-    transport.loseConnection()
-    assert transport in loop.writers
-    assert transport.doWrite() is not None  # what the event loop does next: it says that the connection is done
+reader = threading.Thread(target=read, daemon=True)
+reader.start()
+reactor.callLater(20, reactor.stop)
+reactor.run(installSignalHandlers=False)
+reader.join(5)
+print(json.dumps({"closed": not reader.is_alive(), "same": sent.digest() == got.digest()}))
+"""
 
 
-def test_what_does_not_fit_waits_for_the_event_loop(ends: tuple[Transport, Loop, socket.socket]) -> None:
-    transport, loop, far = ends
-    transport.prompt = True
-    transport.write(b"x" * 4_000_000)
-    assert transport in loop.writers
-    got = 0
-    while got < 4_000_000:
-        got += len(far.recv(1_000_000))
-        transport.doWrite()
-    assert transport not in loop.writers
+@pytest.mark.parametrize("way", ["loseConnection", "loseWriteConnection", "later"])
+def test_everything_arrives_and_the_connection_closes(way: str) -> None:
+    """``later``: when nothing is left to be sent. It stayed open for good once."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}"}
+    command = [sys.executable, "-c", SCRIPT, way]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"closed": True, "same": True}

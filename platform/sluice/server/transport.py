@@ -32,3 +32,7 @@ class Transport(tcp.Server):
         # at once, that would be forgotten: the connection would stay open for good.
         self.prompt = False
         super().loseConnection(*args)
+
+    def loseWriteConnection(self) -> None:
+        self.prompt = False
+        super().loseWriteConnection()
