@@ -107,7 +107,8 @@ def socket_request(args: argparse.Namespace) -> tuple[bytes, bytes]:
     body = {"type": "generate", "id": "1", "model": args.model, "prompt": "hi", "max_tokens": args.tokens,
             **json.loads(args.extra)}  # fmt: skip
     payload = json.dumps(body).encode()
-    return greeting, b"\x81\xfe" + len(payload).to_bytes(2, "big") + bytes(4) + payload
+    length = bytes([0x80 | len(payload)]) if len(payload) < 126 else b"\xfe" + len(payload).to_bytes(2, "big")
+    return greeting, b"\x81" + length + bytes(4) + payload
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
