@@ -20,7 +20,9 @@ FOLDER = ROOT / "docs" / "benchmarks"
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
 WIDTH, HEIGHT = 640, 320
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 40, 48
+LEFT, RIGHT, BOTTOM = 64, 16, 48
+LEGEND = 24
+"""Where the legend's first line begins; each takes 18."""
 COLOURS = ("#3b82c4", "#d9772b", "#3a9d5d", "#b0529b", "#8a7a2f", "#c0504d")
 STYLE = """text{font:12px system-ui,sans-serif;fill:#333}.t{font-weight:600;font-size:14px}
 .g{stroke:#ccc;stroke-width:1}.l{fill:none;stroke-width:2}
@@ -58,6 +60,8 @@ def plot(name: str, title: str, x_label: str, y_label: str, series: Series, *, l
         series: points (x, y) by name, each in the order of x.
         log_x: a logarithmic x axis, with a mark at every x that was measured.
     """
+    labels, lines = _legend(list(series))
+    ceiling = LEGEND + 18 * lines + 6
     xs = sorted({x for points in series.values() for x, _ in points})
     top = _round_up(max(y for points in series.values() for _, y in points))
     place = (lambda x: math.log(x)) if log_x else (lambda x: x)
@@ -67,7 +71,7 @@ def plot(name: str, title: str, x_label: str, y_label: str, series: Series, *, l
         return LEFT + (place(x) - low) / ((high - low) or 1) * (WIDTH - LEFT - RIGHT)
 
     def py(y: float) -> float:
-        return HEIGHT - BOTTOM - y / top * (HEIGHT - TOP - BOTTOM)
+        return HEIGHT - BOTTOM - y / top * (HEIGHT - ceiling - BOTTOM)
 
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
@@ -78,22 +82,36 @@ def plot(name: str, title: str, x_label: str, y_label: str, series: Series, *, l
         y = top * step / 4
         out.append(f'<line class="g" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}"/>')
         out.append(f'<text x="{LEFT - 6}" y="{py(y) + 4:.1f}" text-anchor="end">{number(y)}</text>')
-    below = HEIGHT - BOTTOM + 18
-    out += [f'<text x="{px(x):.1f}" y="{below}" text-anchor="middle">{number(x)}</text>' for x in xs]
+    last = -100.0
+    for x in xs:
+        if px(x) - last > 34:
+            last = px(x)
+            out.append(f'<text x="{last:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{number(x)}</text>')
     out.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">{escape(x_label)}</text>')
     out.append(f'<text x="{LEFT}" y="{HEIGHT - 8}">{escape(y_label)}</text>')
-    legend = LEFT
-    for colour, (label, points) in zip(COLOURS, series.items(), strict=False):
+    for colour, points, (label, left, line) in zip(COLOURS, series.values(), labels, strict=False):
         path = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in points)
         out.append(f'<polyline class="l" stroke="{colour}" points="{path}"/>')
         out += [f'<circle cx="{px(x):.1f}" cy="{py(y):.1f}" r="3" fill="{colour}"/>' for x, y in points]
-        out.append(f'<rect x="{legend}" y="25" width="10" height="10" fill="{colour}"/>')
-        out.append(f'<text x="{legend + 14}" y="34">{escape(label)}</text>')
-        legend += 26 + 7 * len(label)
+        y = LEGEND + 18 * line
+        out.append(f'<rect x="{left}" y="{y}" width="10" height="10" fill="{colour}"/>')
+        out.append(f'<text x="{left + 14}" y="{y + 9}">{escape(label)}</text>')
     FOLDER.mkdir(parents=True, exist_ok=True)
     target = FOLDER / f"{name}.svg"
     target.write_text("\n".join([*out, "</svg>"]) + "\n")
     return target
+
+
+def _legend(names: Sequence[str]) -> tuple[list[tuple[str, int, int]], int]:
+    """Each name with its place (pixels, line), and the number of lines."""
+    places, left, line = [], LEFT, 0
+    for name in names:
+        width = 28 + 7 * len(name)
+        if left > LEFT and left + width > WIDTH - RIGHT:
+            left, line = LEFT, line + 1
+        places.append((name, left, line))
+        left += width
+    return places, line + 1
 
 
 def _round_up(value: float) -> float:
