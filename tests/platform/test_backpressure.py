@@ -69,6 +69,7 @@ def test_cut_after_the_send_timeout_and_counted(start: Start, kind: str) -> None
     state = server.wait_state(lambda s: s["open"] == 1 and s["transports"] == 1, 5)
     assert "flood slow cancelled" in state["events"]
     assert "has not read for 1 s" in server.text()
+    assert "sluice_slow_clients_total 1.0" in httpx.get(server.url + "/metrics").text
 
 
 @pytest.mark.parametrize("kind", ["sse", "ws"])
@@ -114,6 +115,7 @@ def test_dead_peer_is_found_by_pings_though_we_keep_sending(start: Start) -> Non
     assert time.monotonic() - began < 1 + 1 + 2 + 1 + 2  # interval, timeout, check period, grace, slack
     state = server.wait_state(lambda s: s["open"] == 1)
     assert state["dead_peers"] == 1
+    assert "sluice_dead_peers_total 1.0" in httpx.get(server.url + "/metrics").text
 
 
 def test_healthy_sockets_survive_a_busy_server(start: Start) -> None:
