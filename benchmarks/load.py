@@ -16,6 +16,8 @@ from typing import Any
 
 # An event with text in it, whatever spaces a server's JSON has; the role comes with none.
 _TEXT = re.compile(rb'"(?:content|text)": ?"[^"]')
+# Some servers end a stream without [DONE].
+_FINISHED = re.compile(rb'"finish_reason": ?"')
 _SHARED = " ".join(f"Rule {n}: an answer of kind {n} names its source and its date." for n in range(1, 36))
 _LONG = " ".join(f"On day {n} the observatory noted {n * 7919 % 1000} meteors over the valley." for n in range(1, 86))
 
@@ -56,6 +58,8 @@ class Reader(asyncio.Protocol):
             self.events += count
             if self.timed:
                 self.arrivals.append((now, self.events))
+        if self.counts and _FINISHED.search(data):
+            self.ok = True
         if b"[DONE]" in data or b'"type":"done"' in data:
             self.ok = True
             self.transport.close()

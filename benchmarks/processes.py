@@ -89,6 +89,8 @@ def running(
         ready: a URL that answers with a status under ``below`` once the command serves, within
             ``patience`` seconds.
     """
+    # Whoever ends the benchmark (a timeout) ends what it has started, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     full = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", **(env or {})}
     log = open(f"/tmp/sluice-bench-{os.getpid()}.log", "ab")  # noqa: SIM115
     pin = ["taskset", "-c", str(cpu)] if cpu is not None else []

@@ -60,6 +60,7 @@ def once(models: str, alias: str, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="model folder; default: the fetched model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--quick", action="store_true", help="one round, five idle seconds")
@@ -67,9 +68,9 @@ def main() -> None:
     if args.quick:
         args.rounds, args.seconds = 1, 5.0
     print(machine())
-    kinds = {"scripted": ("m=scripted", "m")}
+    kinds = {"scripted": ("m=scripted:default", "m")}
     try:
-        folder = resolve(ModelSpec(DEFAULT_MODEL, "transformers", "default"), Config.from_env())
+        folder = args.model or resolve(ModelSpec(DEFAULT_MODEL, "transformers", "default"), Config.from_env())
         kinds[DEFAULT_MODEL] = (f"real={folder}", "real")
     except ModelUnavailable as exc:
         print(f"without the default model: {exc}")
