@@ -120,8 +120,10 @@ def measure(target: Target, streams: int, tokens: int, interval: float = 0.0, *o
     )  # fmt: skip
     done = subprocess.run(["taskset", "-c", "1", *command], cwd=ROOT, capture_output=True, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout)
-    if result["failed"]:
+    if result["failed"] > streams / 5:
         raise SystemExit(f"{target.name}: {result['failed']} of {streams} streams failed")
+    if result["failed"]:
+        print(f"{target.name}: {result['failed']} of {streams} streams failed; the others count", flush=True)
     result["rate"] = result["tokens"] / result["seconds"]
     for name, pids in groups.items():
         result[f"cpu_{name}"] = (cpu_seconds(pids) - before[name]) * 1e6 / result["tokens"]
