@@ -16,6 +16,8 @@ from typing import Any
 
 # An event with text in it, whatever spaces a server's JSON has; the role comes with none.
 _TEXT = re.compile(rb'"(?:content|text)": ?"[^"]')
+SETTLE = 0.5
+"""Seconds after the last stream's first token from which on latencies count."""
 # Some servers end a stream without [DONE].
 _FINISHED = re.compile(rb'"finish_reason": ?"')
 _SHARED = " ".join(f"Rule {n}: an answer of kind {n} names its source and its date." for n in range(1, 36))
@@ -69,10 +71,10 @@ class Reader(asyncio.Protocol):
             self.done.set_result(None)
 
 
-def latencies(reader: Reader, interval: float) -> list[float]:
-    """How late each token was against the pace, seconds; the earliest token defines the pace."""
-    offsets = [now - number * interval for now, number in reader.arrivals]
-    base = min(offsets)
+def latencies(reader: Reader, interval: float, since: float) -> list[float]:
+    """How late each token after ``since`` was against the pace, seconds; the earliest of them defines the pace."""
+    offsets = [now - number * interval for now, number in reader.arrivals if now >= since]
+    base = min(offsets, default=0.0)
     return [o - base for o in offsets]
 
 
@@ -149,9 +151,13 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         out["itl_p50_ms"] = statistics.median(gaps) * 1000 if gaps else 0.0
         out["itl_p99_ms"] = gaps[int(len(gaps) * 0.99)] * 1000 if gaps else 0.0
     if args.interval:
-        late = sorted(x for r in readers if r.arrivals for x in latencies(r, args.interval))
-        out["late_p50_ms"] = statistics.median(late) * 1000
-        out["late_p99_ms"] = late[int(len(late) * 0.99)] * 1000
+        # Once all streams run: before that, what is measured is how fast so many are accepted.
+        since = max((r.first for r in readers if r.first), default=0.0) + SETTLE
+        late = sorted(x for r in readers for x in latencies(r, args.interval, since))
+        if late:
+            out["late_p50_ms"] = statistics.median(late) * 1000
+            out["late_p99_ms"] = late[int(len(late) * 0.99)] * 1000
+            out["accepted_s"] = since - SETTLE - began
     return out
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.processes import free_port, machine, python, running
 from benchmarks.report import medians, plot, show
-from benchmarks.stream import Target, measure, site
+from benchmarks.stream import Target, late, measure, site
 from inference.config import Config
 from inference.gateway import Gateway, RequestSpec
 from inference.messages import Job, SamplingParams
@@ -56,7 +56,7 @@ def by_streams(args: argparse.Namespace, folder: str) -> None:
     with running_site(5, folder) as (target, _):
         for count in args.streams:
             m = medians([measure(target, count, args.tokens, 0.2) for _ in range(args.rounds)])
-            rows.append([count, *costs(m), f"{m['late_p50_ms']:.0f} / {m['late_p99_ms']:.0f}", f"{m['rss']:.0f}"])
+            rows.append([count, *costs(m), late(m), f"{m['rss']:.0f}"])
             for who in WHO:
                 lines[who].append((count, m[f"cpu_{who}"]))
             memory.append((count, m["rss"]))
