@@ -98,7 +98,8 @@ class Recording:
         for frame in frames:
             self.seq = frame.seq
             self.tokens += len(frame.ids)
-            self.text += frame.text
+            # PostgreSQL stores no NUL in a text, and a page shows it as this character anyhow.
+            self.text += frame.text.replace("\x00", "\ufffd")
             if frame.finish is not None:
                 self.finish = frame.finish
                 self.error = frame.error or ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from django.db.models.query import QuerySet
 from apps.chat import turns
 from apps.chat.models import Message
 from apps.chat.recorder import Caller, Recorder
+from apps.chat.recording import Recording
+from inference.messages import Frame
 
 SECRET = "a question that no log may show"
 
@@ -48,6 +51,13 @@ async def test_watchers_are_let_go_where_the_rows_cannot_be_read(
     assert recorder.join(answer, Caller(user_id=1, owner="user:1")) is not recording
     assert SECRET not in caplog.text
     await asyncio.sleep(0)
+
+
+def test_an_answer_with_the_character_nul_can_be_stored() -> None:
+    """By every database: PostgreSQL refuses it, and the whole answer with it."""
+    recording = Recording(uuid.uuid4(), uuid.uuid4(), 1)
+    recording.take([Frame(seq=1, text="a\x00b", ids=[1, 2])])
+    assert recording.progress()["text"] == "a\ufffdb"
 
 
 async def test_an_answer_that_is_deleted_while_it_is_watched_is_let_go(answer: Message) -> None:
