@@ -163,11 +163,17 @@ def main() -> None:
     for round_ in range(args.rounds):
         for name, start in found.items():
             with start(args) as target:
-                for plan, row in measure_all(target, args, 10_000 * (round_ + 1)).items():
-                    results.setdefault(name, {}).setdefault(plan, []).append(row)
-        for plan, row in bare(args).items():
-            results.setdefault("bare loop", {}).setdefault(plan, []).append(row)
+                note(results, name, measure_all(target, args, 10_000 * (round_ + 1)))
+        note(results, "bare loop", bare(args))
     report(results, args)
+
+
+def note(results: dict[str, dict[str, list[dict[str, Any]]]], name: str, rows: dict[str, dict[str, Any]]) -> None:
+    """Keep what one turn measured, and say it at once: a run that is broken off has told something."""
+    for plan, row in rows.items():
+        results.setdefault(name, {}).setdefault(plan, []).append(row)
+    rates = ", ".join(f"{plan}: {row['rate']:.0f}" for plan, row in rows.items())
+    print(f"{name}, tokens/s by streams: {rates}", file=sys.stderr, flush=True)
 
 
 def report(results: dict[str, dict[str, list[dict[str, Any]]]], args: argparse.Namespace) -> None:
