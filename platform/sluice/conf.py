@@ -30,7 +30,8 @@ class ServerConfig(EnvSettings, frozen=True, kw_only=True):
             SIGKILL; ``None`` where it is not known.
         max_body_bytes: largest request body; larger ones get 413.
         max_header_bytes: request line and all headers together; more gets 431.
-        read_timeout: for the whole of the headers, and again for the whole body.
+        read_timeout: for the whole of the headers, again for the whole body, and until
+            a WebSocket's handshake has been answered.
         idle_timeout: for a keep-alive connection without a request.
         max_connections: open client connections; more get 503 at once.
         high_water_bytes: unsent bytes of one connection above which its

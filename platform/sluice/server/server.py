@@ -61,6 +61,8 @@ class SluiceServer(Server):
             signal_handlers=False,
             request_buffer_size=BODY_CHUNK,
             websocket_timeout=-1,
+            # Slow here is never the client, whose request has arrived, but a server with many to greet at once.
+            websocket_handshake_timeout=config.read_timeout,
             ping_interval=config.ws_ping_interval,
             ping_timeout=config.ws_ping_timeout,
             websocket_max_message_size=config.ws_max_message_bytes,
