@@ -1,5 +1,6 @@
 # The verbs that people and CI both call. Every target does its own set-up:
-# a machine needs Python >= 3.11, make and a package index, nothing else.
+# a machine needs Python >= 3.11, make and a package index. `make test` as root on Debian also installs
+# the programs that some tests need (scripts/ensure-tools).
 
 SHELL := /bin/sh
 PY := .venv/bin/python
@@ -10,7 +11,7 @@ MANAGE := $(PY) manage.py
 .PHONY: help install install-dev model tools serve test test-upstream lint format bench bench-stream bench-engine bench-e2e bench-scale bench-start bench-slow-readers soak prove-rollout prove-failover prove-hosts mutants gpu-check clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
 
 install: ## create .venv and install what a running installation needs
 	@python=$$(scripts/find-python) && "$$python" scripts/install.py
@@ -18,10 +19,10 @@ install: ## create .venv and install what a running installation needs
 install-dev: ## ... and what tests, checks and benchmarks need
 	@python=$$(scripts/find-python) && "$$python" scripts/install.py --dev
 
-model: install
+model: install ## fetch the default model where it is missing or damaged
 	@$(MANAGE) fetchmodel
 
-tools:
+tools: ## as root on Debian: install the programs that some tests need; else name them
 	@scripts/ensure-tools
 
 # exec: Ctrl-C and signals reach the process tree itself, not a shell in between.
@@ -51,7 +52,7 @@ bench: bench-stream bench-engine bench-e2e bench-scale bench-start ## all benchm
 bench-stream: install-dev ## what the platform costs per token, beside servers that only stream
 	@exec $(PY) -m benchmarks.stream $(ARGS)
 
-soak: install-dev model ## hours of mixed load and faults, then the audit; ARGS="--minutes 10"
+soak: install-dev model ## 20,000 requests with every ending and fault, then the audit; ARGS="--quick", "--minutes 10"
 	@exec $(PY) -m benchmarks.soak $(ARGS)
 
 prove-rollout: install-dev ## rolling updates behind HAProxy under load: no answer may be lost

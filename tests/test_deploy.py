@@ -140,6 +140,19 @@ def test_kubernetes_names_lead_somewhere() -> None:
         assert metric["external"]["metric"]["name"] in LIVE
 
 
+def test_kubernetes_prepares_as_compose_does() -> None:
+    """Without it a new database has no tables, and a new volume no model."""
+    pod = by_kind("Job")["sluice-prepare"]["spec"]["template"]["spec"]
+    server = by_kind("Deployment")["sluice-server"]["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    assert container["command"] == compose["services"]["prepare"]["entrypoint"]
+    for name in ("image", "envFrom", "volumeMounts"):
+        assert container[name] == server["containers"][0][name], name
+    for name in ("volumes", "securityContext"):
+        assert pod[name] == server[name], name
+
+
 def test_compose_names_lead_somewhere() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     for name, service in compose["services"].items():
