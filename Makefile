@@ -11,7 +11,7 @@ MANAGE := $(PY) manage.py
 .PHONY: help install install-dev model tools serve test test-upstream lint format bench bench-stream bench-engine bench-e2e bench-scale bench-start bench-slow-readers soak prove-rollout prove-failover prove-hosts mutants gpu-check clean
 
 help: ## this list
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 28
 
 install: ## create .venv and install what a running installation needs
 	@python=$$(scripts/find-python) && "$$python" scripts/install.py

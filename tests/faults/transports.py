@@ -144,7 +144,9 @@ class Call:
                         await socket.close()
         except ConnectionClosed as exc:
             if not self.reply.done:
-                self.reply.error = self.reply.error or {"code": str(exc.rcvd and exc.rcvd.code)}
+                # Without a close frame, which is what a killed server leaves.
+                code = str(exc.rcvd.code) if exc.rcvd else "connection_lost"
+                self.reply.error = self.reply.error or {"code": code}
 
     async def _read_json(self) -> None:
         assert self.exchange is not None
