@@ -41,17 +41,18 @@ class Reattached(Generation):
         gateway = deps.gateway()
         owner = "" if self._caller.may("admin") else self._caller.owner
         try:
-            ending = await gateway.ending(self.request_id)
             stream = await self._stack.enter_async_context(gateway.attach(self.request_id, owner=owner))
+            try:
+                # Asked after attaching: before, it may still have been alive.
+                ending = None if stream.job is not None else await gateway.ending(self.request_id)
+                await self._prepare(stream, ending)
+            except BaseException as exc:
+                await self._stack.__aexit__(type(exc), exc, exc.__traceback__)
+                raise
         except NotFound:
             raise unknown_request(self.request_id) from None
         except (Refused, StoreUnavailable) as exc:
             raise from_refusal(exc, "", 2.0) from exc
-        try:
-            await self._prepare(stream, ending)
-        except BaseException as exc:
-            await self._stack.__aexit__(type(exc), exc, exc.__traceback__)
-            raise
         return self
 
     async def _prepare(self, stream: RequestStream, ending: Ending | None) -> None:
