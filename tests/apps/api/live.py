@@ -71,8 +71,8 @@ class Site:
             yield client
 
 
-def start(folder: Path, valkey: EmbeddedValkey, models: str = MODELS) -> Site:
-    """Bring a site up; ``stop`` takes it down."""
+def start(folder: Path, valkey: EmbeddedValkey, models: str = MODELS, **settings: str) -> Site:
+    """Bring a site up; ``stop`` takes it down. ``settings`` are environment variables."""
     env = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}",
@@ -84,6 +84,7 @@ def start(folder: Path, valkey: EmbeddedValkey, models: str = MODELS) -> Site:
         "SLUICE_MAX_QUEUED": "20",
         "SLUICE_DEBUG": "0",
         "DJANGO_SETTINGS_MODULE": "sluice.settings",
+        **settings,
     }
 
     done = subprocess.run(
