@@ -117,6 +117,12 @@ class Commander:
         return longest
 
     async def _run(self) -> None:
+        try:
+            await self._serve()
+        finally:
+            await self._disconnect()
+
+    async def _serve(self) -> None:
         backoff = _FIRST_BACKOFF
         while True:
             await self._wake.wait()
@@ -125,7 +131,7 @@ class Commander:
                 self._wake.clear()
             if not batch:
                 if self._closing:
-                    break
+                    return
                 continue
             began = time.monotonic()
             try:
@@ -139,7 +145,6 @@ class Commander:
             self._longest = max(self._longest, time.monotonic() - began)
             if self._closing:
                 self._wake.set()
-        await self._disconnect()
 
     async def _round_trip(self, batch: list[_Call]) -> None:
         if self._redis is None:

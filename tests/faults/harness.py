@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import redis.asyncio as redis_async
 from redis.exceptions import RedisError
+from websockets.asyncio.client import ClientConnection
 
 from inference import multiproc
 from inference.config import Config
@@ -256,7 +257,7 @@ class Rig:
         self.store = RequestStore(self.redis, self.config)
         self.views = StoreViews(self.redis, self.store.keys)
         monitor = asyncio.create_task(self._count_aborts())
-        self._stack.callback(monitor.cancel)
+        self._stack.push_async_callback(_end, monitor)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -521,15 +522,21 @@ class Server:
         return await Exchange.open(self.port, "POST", path, key=self.key, body=body, headers_too=False, **options)
 
 
-OPEN: list[asyncio.StreamWriter] = []
-"""Sockets of clients; a rig closes what a test leaves open."""
+OPEN: list[asyncio.StreamWriter | ClientConnection] = []
+"""Connections of clients; a rig closes what a test leaves open."""
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """Cancel it, and let it close what it has open."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def hang_up() -> None:
     """Reset every connection that a test has left open."""
     while OPEN:
-        writer = OPEN.pop()  # named, or it would be collected before it is closed
-        writer.transport.abort()
+        each = OPEN.pop()  # named, or it would be collected before it is closed
+        each.transport.abort()
     await asyncio.sleep(0)
 
 

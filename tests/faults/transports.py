@@ -10,7 +10,7 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from tests.faults.harness import Exchange, Rig, Server
+from tests.faults.harness import OPEN, Exchange, Rig, Server
 from tests.support import eventually
 
 TRANSPORTS = ["sse-chat", "sse-generate", "json-chat", "sse-completions", "ws"]
@@ -76,6 +76,7 @@ class Call:
                 subprotocols=["sluice.v1"],  # type: ignore[list-item]
                 open_timeout=10, ping_interval=None,
             )  # fmt: skip
+            OPEN.append(self.socket)
             await self.socket.send(json.dumps({"type": "generate", "id": "1", "prompt": prompt, **fields}))
             if find:
                 accepted = json.loads(await self.socket.recv())
