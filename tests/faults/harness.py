@@ -219,6 +219,7 @@ class Rig:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder = folder
+        self._database = asyncio.Lock()
         self.settings: dict[str, str] = {
             "SLUICE_MODELS": MODEL,
             "SLUICE_HEARTBEAT_INTERVAL": str(BEAT),
@@ -339,8 +340,9 @@ class Rig:
 
     async def server(self, **settings: Any) -> Server:
         """An API server, once it is ready. The database and the API key are made with the first."""
-        if not self.key:
-            self.settings["DATABASE_URL"], self.key = await asyncio.to_thread(database, self.folder)
+        async with self._database:  # servers may be started at once, and have to know the same key
+            if not self.key:
+                self.settings["DATABASE_URL"], self.key = await asyncio.to_thread(database, self.folder)
         port = find_free_port()
         process = self.spawn("serve", "--port", str(port), **settings)
         server = Server(process, port, self.key)
