@@ -21,7 +21,7 @@ from inference.gateway import RequestEnded
 from inference.gateway.stream import RequestStream
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Frame, encode
-from inference.redisio import Commander
+from inference.redisio import Commander, connect
 from tests.core.conftest import Deploy, read, spec
 from tests.support import eventually
 
@@ -356,3 +356,24 @@ async def _answers(redis: Commander) -> bool:
         return bool(await redis.call("PING"))
     except StoreUnavailable:
         return False
+
+
+async def test_a_commander_that_is_cancelled_closes_its_connection(redis_url: str, redis: redis_async.Redis) -> None:
+    """Without that the connection stayed until somebody collected garbage."""
+    name = f"cancelled-{os.getpid()}"
+    commander = Commander(lambda: connect(redis_url, timeout=5.0, client_name=name), name=name)
+
+    async def clients() -> int:
+        return sum(client["name"] == name for client in await redis.client_list())
+
+    commander.start()
+    await commander.call("PING")
+    assert await clients() == 1
+    (task,) = [t for t in asyncio.all_tasks() if t.get_name() == f"redis-{name}"]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    async def gone() -> bool:
+        return await clients() == 0
+
+    await eventually(gone, 5, what="the connection is closed")
