@@ -24,21 +24,12 @@ from apps.api.models import KeptResponse
 from inference.config import Config
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Job, SamplingParams
-from inference.redisio import Commander, connect
 from inference.store.records import Submission
 from inference.store.store import Append, RequestStore
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 DAY = date(2026, 3, 1)
-
-
-@pytest.fixture
-async def store(config: Config) -> AsyncIterator[RequestStore]:
-    redis = Commander(lambda: connect(config.redis_url, timeout=2, client_name="test"), name="test")
-    redis.start()
-    yield RequestStore(redis, config)
-    await redis.stop()
 
 
 @pytest.fixture

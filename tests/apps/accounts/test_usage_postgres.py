@@ -8,13 +8,12 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from inference.config import Config
-from inference.redisio import Commander, connect
 from inference.store.store import RequestStore
 from tests.apps.accounts.test_usage import used
 from tests.conftest import ROOT
@@ -72,14 +71,6 @@ def postgres() -> Iterator[Postgres]:
         done.communicate(timeout=120)
         assert done.returncode == 0
         yield server
-
-
-@pytest.fixture
-async def store(config: Config) -> AsyncIterator[RequestStore]:
-    redis = Commander(lambda: connect(config.redis_url, timeout=2, client_name="test"), name="test")
-    redis.start()
-    yield RequestStore(redis, config)
-    await redis.stop()
 
 
 def manage(server: Postgres, *arguments: str, **env: str) -> subprocess.Popen[str]:
