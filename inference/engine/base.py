@@ -52,7 +52,10 @@ Sink = Callable[[Sequence[EngineOutput]], None]
 """Receives one step's outputs, in the event loop's thread, in order."""
 
 Died = Callable[[BaseException], None]
-"""Called once, in the event loop's thread, when the engine can not go on."""
+"""Called once, in the event loop's thread, when the engine can not go on.
+
+What it held gets no last output: those requests go on with another worker.
+"""
 
 
 @runtime_checkable

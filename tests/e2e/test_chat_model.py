@@ -34,5 +34,5 @@ def test_a_real_answer_is_stopped_and_continued(make_site: Callable[..., Site], 
     )
     page.keyboard.press("Escape")
     wait_done(page)
-    assert answer_text(page)[:20] == part[:20]
+    assert answer_text(page).startswith(part[:20].rstrip())
     site.wait_quiet(2.0)

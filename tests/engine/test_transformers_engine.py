@@ -518,6 +518,7 @@ async def test_wf_03_an_exception_in_a_step_ends_the_engine(rig: Rig) -> None:
         rig.submit(job("x"))
     await asyncio.sleep(0)
     assert rig.deaths == 1
+    assert [answer.finish for answer in answers] == [None] * 4, "another worker takes them up"
 
 
 async def test_an_exception_in_the_sampler_ends_the_engine(rig: Rig) -> None:

@@ -28,7 +28,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.model_runner import ModelRunner
-from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState
 from transformers.generation.continuous_batching.utils import stream_context
 from transformers.generation.logits_process import LogitsProcessorList
 
@@ -75,6 +75,7 @@ class StepRouter(OutputRouter):
     Args:
         receive: runs in the event loop's thread with everything one step produced.
         cancel: cancels a key in the loop; may be called from any thread.
+        ending: whether the loop is about to end.
     """
 
     def __init__(
@@ -84,13 +85,21 @@ class StepRouter(OutputRouter):
         log: StepLog,
         receive: Callable[[list[Delivery]], None],
         cancel: Callable[[str], None],
+        ending: Callable[[], bool],
     ) -> None:
         super().__init__()
+        self._ending = ending
         self._loop = loop
         self._registry = registry
         self._log = log
         self._receive = receive
         self._cancel = cancel
+
+    def fail_and_deliver(self, state: RequestState, error: Exception) -> None:
+        # A loop that ends fails whatever it still holds. That is not the end of those requests: the engine
+        # dies with its loop, and they go on with another worker. Said here, it could reach a client before that.
+        if not self._ending():
+            super().fail_and_deliver(state, error)
 
     def deliver(self, output: GenerationOutput) -> None:
         self.deliver_batch([output])

@@ -63,7 +63,15 @@ class BatchingLoop:
                 greedy_config(), batching_config(loaded, device, config, ranks=ranks)
             )
             manager.logit_processor = SamplerBridge(Sampler(device), registry, manager.distributed_helper)
-            manager.output_router = router = StepRouter(events, registry, log, receive, manager.cancel_request)
+            status = manager.background_thread_status
+            manager.output_router = router = StepRouter(
+                events,
+                registry,
+                log,
+                receive,
+                cancel=manager.cancel_request,
+                ending=lambda: status.local_status >= status.HARD_STOP,
+            )
             try:
                 manager.batch_processor = processor = manager._create_batch_processor()
             except (MemoryError, ValueError, RuntimeError) as error:
