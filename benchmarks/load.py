@@ -20,6 +20,8 @@ SETTLE = 0.5
 """Seconds after the last stream's first token from which on latencies count."""
 # Some servers end a stream without [DONE].
 _FINISHED = re.compile(rb'"finish_reason": ?"')
+EDGE = 24
+"""Bytes kept of a read for what goes on in the next; more than the longest mark has."""
 _SHARED = " ".join(f"Rule {n}: an answer of kind {n} names its source and its date." for n in range(1, 36))
 _LONG = " ".join(f"On day {n} the observatory noted {n * 7919 % 1000} meteors over the valley." for n in range(1, 86))
 
@@ -29,6 +31,7 @@ class Reader(asyncio.Protocol):
 
     def __init__(self, request: bytes, timed: bool, counts: bool, greeting: bytes = b"") -> None:
         self.request = request
+        self.ws = bool(greeting)
         self.greeting = greeting
         self.counts = counts
         self.mark = b'"type":"delta"' if greeting else b'"finish_reason":null'
@@ -36,6 +39,7 @@ class Reader(asyncio.Protocol):
         self.sent = 0.0
         self.events = 0
         self.bytes = 0
+        self.tail = b""
         self.arrivals: list[tuple[float, int]] = []
         self.first = 0.0
         self.ok = False
@@ -60,10 +64,15 @@ class Reader(asyncio.Protocol):
             self.events += count
             if self.timed:
                 self.arrivals.append((now, self.events))
-        if self.counts and _FINISHED.search(data):
+        # What a read cuts in two still ends the stream.
+        edge = self.tail + data[:EDGE]
+        self.tail = (self.tail + data)[-EDGE:] if len(data) < EDGE else data[-EDGE:]
+        if self.counts and (_FINISHED.search(data) or _FINISHED.search(edge)):
             self.ok = True
-        if b"[DONE]" in data or b'"type":"done"' in data:
+        if any(mark in part for mark in (b"[DONE]", b'"type":"done"') for part in (data, edge)):
             self.ok = True
+            self.transport.close()
+        elif self.ws and b'"type":"error"' in data:
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -2,7 +2,7 @@
 
 Tokenising happens in a few threads kept for it. A size check comes first, so
 that text which can not fit costs next to nothing, and no more texts are in
-hand at once than ``MAX_WAITING``.
+hand at once than may wait in the queue afterwards, or ``LEAST_WAITING``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from inference.text.protocol import Tokenizer
 
 T = TypeVar("T")
 
-MAX_WAITING = 256
+LEAST_WAITING = 256
+"""Texts that may be in hand at once however short the queue is."""
 RESERVED_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "limit", "continue_final", "documents", "tokenize", "self"}
 )
@@ -38,7 +39,7 @@ async def in_thread(work: Callable[[], T]) -> T:
         ApiError: 429 where too much of it is waiting already.
     """
     global _waiting
-    if _waiting >= MAX_WAITING:
+    if _waiting >= max(LEAST_WAITING, deps.config().max_queued):
         raise ApiError(429, "Too many prompts are being prepared.", code="overloaded", retry_after=1.0)
     _waiting += 1
     try:
