@@ -16,6 +16,8 @@ from typing import Any
 
 # An event with text in it, whatever spaces a server's JSON has; the role comes with none.
 _TEXT = re.compile(rb'"(?:content|text)": ?"[^"]')
+# The texts of events, where their length says how many tokens they hold.
+_TEXTS = re.compile(rb'"(?:content|text)":"([^"]*)"')
 SETTLE = 0.5
 """Seconds after the last stream's first token from which on latencies count."""
 # Some servers end a stream without [DONE].
@@ -27,9 +29,15 @@ _LONG = " ".join(f"On day {n} the observatory noted {n * 7919 % 1000} meteors ov
 
 
 class Reader(asyncio.Protocol):
-    """One stream: counts events, notes when they came."""
+    """One stream: counts events, notes when they came.
 
-    def __init__(self, request: bytes, timed: bool, counts: bool, greeting: bytes = b"") -> None:
+    Args:
+        width: bytes of text per token, where tokens are counted and not events: a server that is behind
+            writes several tokens in one event, and their pace is what is measured.
+    """
+
+    def __init__(self, request: bytes, timed: bool, counts: bool, greeting: bytes = b"", width: int = 0) -> None:
+        self.width = width
         self.request = request
         self.ws = bool(greeting)
         self.greeting = greeting
@@ -40,6 +48,7 @@ class Reader(asyncio.Protocol):
         self.events = 0
         self.bytes = 0
         self.tail = b""
+        self.rest = b""
         self.arrivals: list[tuple[float, int]] = []
         self.first = 0.0
         self.ok = False
@@ -56,7 +65,7 @@ class Reader(asyncio.Protocol):
             self.greeting = b""
             self.transport.write(self.request)
             return
-        count = len(_TEXT.findall(data)) if self.counts else data.count(self.mark)
+        count = self._count(data)
         self.bytes += len(data)
         if count:
             now = time.perf_counter()
@@ -75,6 +84,15 @@ class Reader(asyncio.Protocol):
         elif self.ws and b'"type":"error"' in data:
             self.transport.close()
 
+    def _count(self, data: bytes) -> int:
+        if self.width:
+            data = self.rest + data
+            texts = list(_TEXTS.finditer(data))
+            # What two reads share is counted with the second.
+            self.rest = data[texts[-1].end() if texts else 0 :]
+            return sum(len(text[1]) for text in texts) // self.width
+        return len(_TEXT.findall(data)) if self.counts else data.count(self.mark)
+
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.done.done():
             self.done.set_result(None)
@@ -89,8 +107,8 @@ def latencies(reader: Reader, interval: float, since: float) -> list[float]:
 
 def prompt(args: argparse.Namespace, number: int) -> str:
     """What one stream asks; ``shared`` has 600 tokens in common, ``long`` 2,000 in every fourth."""
-    if args.mix == "hi":
-        return "hi"
+    if args.mix == "ask":
+        return str(args.ask)
     if args.prompt_bytes:
         return "x" * args.prompt_bytes
     ask = f"Write a long story, number {args.salt + number}, about a river and the town beside it."
@@ -119,7 +137,7 @@ def socket_request(args: argparse.Namespace) -> tuple[bytes, bytes]:
         "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
         f"Sec-WebSocket-Protocol: sluice.v1\r\nAuthorization: Bearer {args.key}\r\n\r\n"
     ).encode()
-    body = {"type": "generate", "id": "1", "model": args.model, "prompt": "hi", "max_tokens": args.tokens,
+    body = {"type": "generate", "id": "1", "model": args.model, "prompt": args.ask, "max_tokens": args.tokens,
             **json.loads(args.extra)}  # fmt: skip
     payload = json.dumps(body).encode()
     length = bytes([0x80 | len(payload)]) if len(payload) < 126 else b"\xfe" + len(payload).to_bytes(2, "big")
@@ -134,7 +152,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     for number in range(args.streams):
         greeting, request = socket_request(args) if args.ws else (b"", http_request(args, number))
         _, reader = await loop.create_connection(
-            lambda request=request, greeting=greeting: Reader(request, timed, args.timed, greeting),
+            lambda request=request, greeting=greeting: Reader(request, timed, args.timed, greeting, args.width),
             "127.0.0.1",
             args.port,
         )
@@ -180,7 +198,9 @@ def main() -> None:
     parser.add_argument("--key", default="none")
     parser.add_argument("--extra", default="{}")
     parser.add_argument("--ws", action="store_true", help="a WebSocket per stream instead of a POST")
-    parser.add_argument("--mix", default="hi", choices=["hi", "plain", "shared", "long"], help="what is asked")
+    parser.add_argument("--ask", default="hi", help="what every stream asks with --mix ask")
+    parser.add_argument("--mix", default="ask", choices=["ask", "plain", "shared", "long"], help="what is asked")
+    parser.add_argument("--width", type=int, default=0, help="bytes of text per token, where events may hold several")
     parser.add_argument("--prompt-bytes", type=int, default=0, help="a prompt of this length, with --mix plain")
     parser.add_argument("--salt", type=int, default=0, help="makes prompts differ from those of other runs")
     parser.add_argument("--timed", action="store_true", help="times of tokens too; tokens are counted, not assumed")

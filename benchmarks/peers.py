@@ -13,7 +13,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 HEAD = b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,"model":"m",'
-CHUNK = HEAD + b'"choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null}]}\n\n'
+WORD = b" word"
+"""The text of every token."""
+CHUNK = HEAD + b'"choices":[{"index":0,"delta":{"content":"' + WORD + b'"},"logprobs":null,"finish_reason":null}]}\n\n'
 END = HEAD + b'"choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
 
 

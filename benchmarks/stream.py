@@ -22,10 +22,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.peers import WORD
 from benchmarks.processes import ROOT, cpu_seconds, family, free_port, machine, python, resident_mib, running
 from benchmarks.report import medians, plot, show
 from inference.embedded import EmbeddedValkey
 
+SAID = "pace "
+"""What paced streams of ours repeat: a token is a byte of it, and every token can be seen on its way."""
 PACE = 1 / 0.03
 """Tokens per second of a paced stream."""
 
@@ -99,7 +102,7 @@ def sluice(rate: float, folder: str, name: str = "sluice") -> Iterator[Target]:
         "uvicorn": python("-m", "uvicorn", "sluice.asgi:application", "--port", str(port), "--log-level", "error"),
     }[OURS[name]]
     with ExitStack() as stack:
-        env, key, valkey = stack.enter_context(site(f"m=scripted:rate={rate:g},slots=1024,context=8192", folder))
+        env, key, valkey = stack.enter_context(site(f"m=scripted:rate={rate:g},slots=1024,context=8192,say=1", folder))
         pool = stack.enter_context(running(python("manage.py", "runworker", "--devices", "cpu"), env=env, cpu=1))
         server = stack.enter_context(running(serve, env=env, cpu=0, ready=f"http://127.0.0.1:{port}/readyz"))
         others = {"worker": pool.pid, "redis": valkey}
@@ -111,8 +114,11 @@ def measure(target: Target, streams: int, tokens: int, interval: float = 0.0, *o
     groups = {"server": family(target.server)} | {n: family(p) for n, p in target.others.items()}
     before = {name: cpu_seconds(pids) for name, pids in groups.items()}
     extra = json.loads(target.extra)
-    if interval and not target.others:
+    if interval and target.others:
+        options = ("--ask", f"[[say:{SAID}]]", "--width", "1", *options)
+    elif interval:
         extra["rate"] = 1 / interval
+        options = ("--width", str(len(WORD)), *options)
     command = python(
         "-m", "benchmarks.load", "--port", str(target.port), "--streams", str(streams), "--tokens", str(tokens),
         "--model", target.model, "--key", target.key, "--extra", json.dumps(extra), "--interval", str(interval),
