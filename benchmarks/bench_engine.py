@@ -1,12 +1,11 @@
 """Tokens per second of a worker against the loop its engine is built on and against static batches.
 
-One process has the weights, once; same prompts, same lengths, measured in alternating rounds;
+Same weights, same lengths, measured in alternating rounds, each in a process of its own (``rivals.py``);
 printed as a table of medians and ratios::
 
     python -m benchmarks.bench_engine [--quick] [--model DIR] [--device cpu] [--dtype float32]
 
-* ``bare``    transformers' continuous batching as it comes, streaming, tokens thrown away
-* ``static``  ``model.generate`` on one padded batch: no streaming, no late arrivals
+* ``bare``, ``static``  the loop underneath, and ``model.generate`` on one batch
 * ``engine``  a worker as the pool runs it: claims from Valkey, admission, sampler, detokenisation,
   frames to Valkey, where a process in the server's place receives them; a run is over when that
   process has the last frame
@@ -32,11 +31,11 @@ import msgspec
 import torch
 
 from benchmarks.receiver import Receiver
+from benchmarks.rivals import Rival
 from inference.config import DEFAULT_MODEL, Config, ModelSpec
 from inference.embedded import EmbeddedValkey
 from inference.engine.factory import make_tokenizer
 from inference.engine.transformers import TransformersEngine
-from inference.engine.transformers.loading import greedy_config
 from inference.messages import Job, SamplingParams
 from inference.models.registry import resolve
 from inference.store.records import Submission
@@ -103,62 +102,6 @@ def _die(error: BaseException) -> None:
     raise SystemExit(f"the worker died: {error}")
 
 
-class Bare:
-    """The library's manager on the same model object, with nothing of ours in it."""
-
-    def __init__(self, engine: TransformersEngine) -> None:
-        from transformers import ContinuousBatchingConfig
-
-        assert engine._batching is not None
-        ours = engine._batching.manager.continuous_batching_config
-        model = engine._loaded.model
-        self.manager = model.init_continuous_batching(
-            greedy_config(),
-            ContinuousBatchingConfig(
-                page_size=ours.page_size,
-                num_blocks=ours.num_blocks,
-                max_batch_tokens=ours.max_batch_tokens,
-                max_requests_per_batch=ours.max_requests_per_batch,
-                use_async_batching=False,
-                auto_switch_to_flash=ours.auto_switch_to_flash,
-            ),
-        )
-        self.numbers = 0
-        with torch.inference_mode():
-            self.manager.warmup()
-            self.manager.start()
-
-    def run(self, prompts: Sequence[list[int]], length: int) -> None:
-        for prompt in prompts:
-            self.numbers += 1
-            self.manager.add_request(
-                prompt, request_id=f"b{self.numbers}", max_new_tokens=length, streaming=True, eos_token_id=[-1]
-            )
-        left = len(prompts)
-        while left:
-            output = self.manager.get_result(timeout=60)
-            if output is None:
-                raise SystemExit("the bare loop gave nothing for a minute")
-            left -= output.is_finished()
-
-    def close(self) -> None:
-        self.manager.stop(block=True, hard_stop=True)
-
-
-def static(model: Any, prompts: Sequence[list[int]], length: int) -> None:
-    """One batch through ``generate``; the prompts have equal lengths, so nothing is padded."""
-    ids = torch.tensor(prompts, device=model.device)
-    with torch.inference_mode():
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=length,
-            min_new_tokens=length,
-            do_sample=False,
-            pad_token_id=0,
-        )
-
-
 def prompts_of(vocabulary: int, count: int, round_: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
     """Distinct prompts, so that no prefix is shared by accident."""
     generator = torch.Generator().manual_seed(1000 * round_ + count)
@@ -170,13 +113,13 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     ours = Ours(options.model, options.device, config)
     report: dict[str, Any] = {"load_seconds": round(await ours.load(), 2), "threads": torch.get_num_threads()}
     engine = ours.engine
-    bare, model = Bare(engine), engine._loaded.model
-    report["dtype"] = str(model.dtype).removeprefix("torch.")
+    bare, static = (Rival(kind, options.model, options.device, config) for kind in ("bare", "static"))
+    report["dtype"] = str(engine._loaded.model.dtype).removeprefix("torch.")
     vocabulary, length = engine._loaded.vocab_size, options.length
 
-    async def timed(run: Callable[[], Awaitable[Any]]) -> tuple[float, float]:
+    async def timed(prompts: list[list[int]], **params: float) -> tuple[float, float]:
         started, worked = time.perf_counter(), time.process_time()
-        await run()
+        await ours.run(prompts, length, **params)
         return time.perf_counter() - started, time.process_time() - worked
 
     rows: list[dict[str, Any]] = []
@@ -185,15 +128,15 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         work: dict[str, list[float]] = {name: [] for name in rates}
         for round_ in range(options.rounds + 1):
             p = [prompts_of(vocabulary, count, 10 * round_ + i) for i in range(4)]
-            runs: dict[str, Callable[[], Awaitable[Any]]] = {
-                "bare": lambda p=p: asyncio.to_thread(bare.run, p[0], length),
-                "engine": lambda p=p: ours.run(p[1], length),
-                "sampled": lambda p=p: ours.run(p[2], length, temperature=0.8, top_p=0.95),
-                "static": lambda p=p: asyncio.to_thread(static, model, p[3], length),
+            runs: dict[str, Callable[[], Awaitable[tuple[float, float]]]] = {
+                "bare": lambda p=p: bare.run(p[0], length),
+                "engine": lambda p=p: timed(p[1]),
+                "sampled": lambda p=p: timed(p[2], temperature=0.8, top_p=0.95),
+                "static": lambda p=p: static.run(p[3], length),
             }
             order = list(runs) if round_ % 2 else list(runs)[::-1]
             for name in order:
-                seconds, cpu = await timed(runs[name])
+                seconds, cpu = await runs[name]()
                 if round_:  # the first round warms up
                     rates[name].append(count * length / seconds)
                     work[name].append(cpu)
@@ -210,6 +153,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     report["rows"] = rows
     report["prefix"] = await prefix(ours, vocabulary)
     bare.close()
+    static.close()
     await ours.close()
     return report
 

@@ -21,19 +21,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from benchmarks.processes import ROOT, free_port, machine, python, running
+from benchmarks.bench_engine import prompts_of
+from benchmarks.processes import free_port, machine, python, running
 from benchmarks.report import medians, plot, show
+from benchmarks.rivals import Rival
 from benchmarks.stream import Target, measure, site
 from inference.config import DEFAULT_MODEL, Config, ModelSpec
 from inference.models.registry import resolve
@@ -41,6 +41,8 @@ from inference.models.registry import resolve
 OTHERS = os.environ.get("SLUICE_UPSTREAM_PYTHON", sys.executable)
 GGUF = os.environ.get("SLUICE_UPSTREAM_GGUF", "")
 MIXED = 8
+GREEDY = '{"temperature": 0}'
+"""The bare loop is greedy, so that all are."""
 
 
 @contextmanager
@@ -53,7 +55,7 @@ def sluice(args: argparse.Namespace) -> Iterator[Target]:
         pool = stack.enter_context(running(python("manage.py", "runworker", "--devices", "cpu"), env=env))
         serve = python("manage.py", "serve", "--port", str(port))
         server = stack.enter_context(running(serve, env=env, ready=f"http://127.0.0.1:{port}/readyz"))
-        yield Target("sluice", port, server.pid, {"worker": pool.pid}, model="real", key=key)
+        yield Target("sluice", port, server.pid, {"worker": pool.pid}, model="real", key=key, extra=GREEDY)
 
 
 @contextmanager
@@ -62,7 +64,7 @@ def transformers(args: argparse.Namespace) -> Iterator[Target]:
     command = [OTHERS, "-m", "transformers.cli.transformers", "serve", args.model, "--continuous-batching",
                "--dtype", args.dtype, "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
     with running(command, ready=f"http://127.0.0.1:{port}/health", patience=240) as process:
-        yield Target("transformers", port, process.pid, model=args.model)
+        yield Target("transformers", port, process.pid, model=args.model, extra=GREEDY)
 
 
 @contextmanager
@@ -71,7 +73,7 @@ def llama(args: argparse.Namespace) -> Iterator[Target]:
     command = [OTHERS, "-m", "llama_cpp.server", "--model", GGUF, "--model_alias", "small", "--n_ctx", "4096",
                "--interrupt_requests", "false", "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
     with running(command, ready=f"http://127.0.0.1:{port}/v1/models", patience=120) as process:
-        yield Target("llama.cpp", port, process.pid, model="small")
+        yield Target("llama.cpp", port, process.pid, model="small", extra=GREEDY)
 
 
 def servers() -> dict[str, Callable[[argparse.Namespace], AbstractContextManager[Target]]]:
@@ -97,32 +99,16 @@ def has(*names: str) -> bool:
 
 def bare(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """The loop in a process of its own: tokens/s by number of sequences."""
-    counts = ",".join(map(str, args.streams))
-    command = python("-m", "benchmarks.e2e", "--loop", "--model", args.model, "--dtype", args.dtype,
-                     "--streams", counts, "--tokens", str(args.tokens))  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"the bare loop failed:\n{done.stderr[-2000:]}")
-    rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return {count: {"rate": rate} for count, rate in rates.items()}
+    return asyncio.run(_bare(args))
 
 
-async def loop(args: argparse.Namespace) -> dict[str, float]:
-    """What ``--loop`` does: the bare manager on the engine's own model object."""
-    from benchmarks.bench_engine import Bare, Ours, prompts_of
-
-    ours = Ours(args.model, "cpu", Config(dtype=args.dtype, max_running=32))
-    await ours.load()
-    manager, rates = Bare(ours.engine), {}
-    await asyncio.to_thread(manager.run, prompts_of(40_000, 1, 99), 4)
+async def _bare(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    rival, rates = Rival("bare", args.model, "cpu", Config(dtype=args.dtype, max_running=32)), {}
+    await rival.run(prompts_of(40_000, 1, 99), 4)
     for count in args.streams:
-        prompts = prompts_of(40_000, count, 1)
-        began = time.perf_counter()
-        await asyncio.to_thread(manager.run, prompts, args.tokens)
-        rates[str(count)] = count * args.tokens / (time.perf_counter() - began)
-    manager.close()
-    await ours.close()
+        seconds, _ = await rival.run(prompts_of(40_000, count, 1), args.tokens)
+        rates[str(count)] = {"rate": count * args.tokens / seconds}
+    rival.close()
     return rates
 
 
@@ -148,13 +134,9 @@ def main() -> None:
     parser.add_argument("--no-mixes", dest="mixes", action="store_false")
     parser.add_argument("--plots", action="store_true", help="write docs/benchmarks/e2e*.svg")
     parser.add_argument("--quick", action="store_true", help="one round of few short answers")
-    parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.model is None:
         args.model = resolve(ModelSpec(DEFAULT_MODEL, "transformers", "default"), Config.from_env())
-    if args.loop:
-        print(json.dumps(asyncio.run(loop(args))))
-        return
     if args.quick:
         args.rounds, args.streams, args.tokens = 1, [1, 4], 16
     print(machine())

@@ -540,6 +540,13 @@ async def test_an_error_of_one_request_leaves_the_others(rig: Rig) -> None:
     await rig.quiet()
 
 
+async def test_the_thread_that_loads_ends(rig: Rig) -> None:
+    """One that stayed would keep an OpenMP team beside that of the generation thread, and slow down every step."""
+    await rig.run(job("a", max_tokens=2))
+    names = {thread.name for thread in threading.enumerate()}
+    assert not {name for name in names if name.startswith(("load", "asyncio"))}, names
+
+
 async def test_close_is_idempotent_and_leaves_no_thread(folder: str) -> None:
     before = set(threading.enumerate())
     engine = TransformersEngine(folder, alias="tiny", device=DEVICE, config=tiny_config())
