@@ -6,6 +6,8 @@ SHELL := /bin/sh
 PY := .venv/bin/python
 export PYTHONPATH := $(CURDIR):$(CURDIR)/platform
 MANAGE := $(PY) manage.py
+# Processes that share the tests; most of them wait for servers and deadlines. 0: one, with its output shown.
+JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-dev model tools serve test test-upstream lint format bench bench-stream bench-engine bench-e2e bench-scale bench-start bench-slow-readers soak prove-rollout prove-failover prove-hosts mutants gpu-check clean
@@ -29,9 +31,9 @@ tools: ## as root on Debian: install the programs that some tests need; else nam
 serve: install ## run everything here: Valkey, workers, server; ARGS="--port 8001"
 	@exec $(MANAGE) up $(ARGS)
 
-test: install-dev model tools ## all checks and tests; ARGS="-k name" chooses
+test: install-dev model tools ## all checks and tests; ARGS="-k name" chooses, JOBS=0 in one process
 	@scripts/check
-	@exec $(PY) -m pytest $(ARGS)
+	@exec $(PY) -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 test-upstream: install-dev model ## the openai engine before llama.cpp's and transformers' own servers
 	@$(PY) scripts/install.py --upstream

@@ -68,7 +68,10 @@ def test_deployment_check_would_find_something(tmp_path: Path) -> None:
     assert done.returncode == 1 and "security.W004" in done.stderr
 
 
-@pytest.mark.parametrize("key", ["", "short", "a" * 60, "abcdefghij" * 4, "django-insecure-" + KEY])
+@pytest.mark.parametrize(
+    "key", ["", "short", "a" * 60, "abcdefghij" * 4, "django-insecure-" + KEY],
+    ids=["none", "short", "one letter", "ten letters", "insecure"],
+)  # fmt: skip
 def test_no_start_with_a_weak_key(tmp_path: Path, key: str) -> None:
     done = run(tmp_path, "manage.py", "check", SECRET_KEY=key)
     assert done.returncode == 1 and "SECRET_KEY" in done.stderr
