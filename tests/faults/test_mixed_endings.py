@@ -129,7 +129,7 @@ async def test_me_05_all_endings_with_a_killed_worker_and_redis_down(make_rig: C
 
     async def redis_stands_still() -> None:
         """At the time when the answers are done, and for clients that leave meanwhile."""
-        calls, leaving = await _running(rig, server, COUNT), await _running(rig, server, COUNT)
+        calls, leaving = await _running(rig, server, COUNT), await _running(rig, server, COUNT, 50_000)
         rig.valkey.signal(signal.SIGSTOP)
         for call in leaving:
             await call.leave()
@@ -186,9 +186,9 @@ def _named(number: int) -> str:
     return ("sse-chat", "sse-generate", "ws", "sse-completions")[number % 4]
 
 
-async def _running(rig: Rig, server: Server, count: int) -> list[Call]:
-    """Answers of 150 tokens, all under way."""
-    calls = [await Call.begin(rig, server, _named(n), 150) for n in range(count)]
+async def _running(rig: Rig, server: Server, count: int, tokens: int = 150) -> list[Call]:
+    """Answers of so many tokens, all under way."""
+    calls = [await Call.begin(rig, server, _named(n), tokens) for n in range(count)]
     for call in calls:
         call.reading()
     await asyncio.gather(*(rig.running(c.id, 3) for c in calls))

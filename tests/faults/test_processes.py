@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.harness import REAP, SLACK, TTL, Rig
+from tests.faults.harness import REAP, SLACK, TTL, Rig, Server
 from tests.faults.transports import TRANSPORTS, Call, undisturbed
 from tests.support import eventually
 
@@ -518,7 +518,21 @@ async def test_wf_11_load_counts_do_not_leak(rig: Rig) -> None:
     share = Counter([(await rig.ending(i)).worker for i in ids])
     even = steady / 3
     assert all(abs(count - even) <= 0.2 * even for count in share.values()) and len(share) == 3, share
+    status, printed = await rig.command("apikey", "create", "one", "--concurrent-requests", "1", "--quiet")
+    assert status == 0, printed
+    one = Server(server.process, server.port, next(w for w in printed.split() if w.startswith("sk-")))
+    for _ in range(10):
+        await eventually(lambda: _accepted_and_left(one), 5, every=0.2, what="the key's next request is accepted")
+    await rig.quiet()
     assert await rig.redis.call("SCARD", rig.store.keys.running("scripted")) == 0
+
+
+async def _accepted_and_left(server: Server) -> bool:
+    body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1000, "stream": True}
+    exchange = await server.post("/v1/chat/completions", body)
+    exchange.abort()
+    assert exchange.status in (200, 429)
+    return exchange.status == 200
 
 
 async def _all_ready(rig: Rig, count: int) -> bool:

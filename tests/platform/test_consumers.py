@@ -14,6 +14,7 @@ from sluice.conf import ServerConfig
 from sluice.consumers import HttpError, Refuse, StreamingHttpConsumer, StreamingWebSocketConsumer, live_consumers
 from sluice.routes import Route
 from sluice.status import ServerState, ServerStatus
+from tests.support import eventually
 
 DISCONNECT = {"type": "http.disconnect"}
 
@@ -431,8 +432,8 @@ async def test_socket_closes_after_its_last_task_in_a_drain() -> None:
     await settle()
     runtime.status.move(ServerState.FINISHING)
     consumer.cancel("a")
-    await asyncio.sleep(0.05)
-    assert talk.sent[-1] == {"type": "websocket.close", "code": 1012, "reason": "server restarts"}
+    closed = {"type": "websocket.close", "code": 1012, "reason": "server restarts"}
+    await eventually(lambda: talk.sent[-1] == closed, 5)
     talk.incoming.put_nowait({"type": "websocket.disconnect", "code": 1012})
     await talk.end()
 

@@ -98,7 +98,8 @@ def test_pace_of_running_streams_is_unchanged(start: Start) -> None:
     server = start("--pre-drain", "1", "--drain-deadline", "20")
     streams = [Reader(server, "n=100&pace=0.05") for _ in range(4)]
     assert all(stream.first.wait(10) for stream in streams)
-    time.sleep(1.0)  # events before the signal, to compare with
+    # Events before the signal, to compare with.
+    eventually_sync(lambda: all(len(stream.times) > 20 for stream in streams), 20)
     sent = server.signal(signal.SIGTERM)
     assert server.wait() == 0
     for stream in streams:

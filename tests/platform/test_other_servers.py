@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -29,11 +30,13 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_serves(command: list[str], valkey: EmbeddedValkey, var_dir: Path, tmp_path: Path, free_port: int) -> None:
+def test_serves(
+    command: list[str], fresh_valkey: Callable[[], EmbeddedValkey], var_dir: Path, tmp_path: Path, free_port: int
+) -> None:
     env = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}",
-        "REDIS_URL": valkey.url,
+        "REDIS_URL": fresh_valkey().url,
         "SLUICE_MODELS": "scripted=scripted:rate=200",
         "SLUICE_VAR_DIR": str(var_dir),
         "SLUICE_DEBUG": "0",
@@ -53,8 +56,14 @@ def test_serves(command: list[str], valkey: EmbeddedValkey, var_dir: Path, tmp_p
                 return False
 
         eventually_sync(up, 40)
+
         # Started by its first exchange, it loads tokenizers while it answers.
-        eventually_sync(lambda: httpx.get(url + "/readyz").json()["reasons"] == ["no worker serves scripted"], 20)
+        def waits_for_a_worker() -> bool:
+            reasons = httpx.get(url + "/readyz").json()["reasons"]
+            assert reasons == ["no worker serves scripted"], reasons
+            return True
+
+        eventually_sync(waits_for_a_worker, 20)
         assert httpx.get(url + "/v1/models").status_code == 401
         assert httpx.get(url + "/static/admin/css/base.css").status_code == 200
         assert httpx.get(url + "/admin/login/").status_code == 200

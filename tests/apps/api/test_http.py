@@ -307,9 +307,14 @@ async def test_requests_can_be_seen_and_cancelled_by_their_owner_alone(site: Sit
 
 async def test_lc_05_an_abandoned_plain_call_is_cancelled(site: Site) -> None:
     body = chat(model="one", max_tokens=2000, ignore_eos=True)
-    async with site.client() as client:
+    async with site.client() as client, site.client(site.admin) as admin:
+
+        async def running() -> bool:
+            metrics = (await admin.get("/metrics")).text
+            return 'sluice_requests_inflight{model="one",state="running"} 1.0' in metrics
+
         task = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-        await asyncio.sleep(0.3)
+        await eventually(running, 10)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
