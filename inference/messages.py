@@ -144,10 +144,11 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="e"):
 
 
 class Superseded(msgspec.Struct, frozen=True, array_like=True, tag="x"):
-    """To a server: another reader has taken over the stream of this request."""
+    """To a server: another reader has taken over the stream of this request, its ``turn``-th."""
 
     id: str
     reader: str
+    turn: int = 0
 
 
 class ServerCommand(msgspec.Struct, frozen=True, array_like=True, tag="o"):

@@ -78,7 +78,7 @@ class Generation:
             self._settle_lease(0)
             # Those already accepted are given up; nothing has been sent to the client.
             error = from_refusal(exc, plan.model, await wait_hint(plan.model, exc))
-            await self._stack.__aexit__(type(error), error, None)
+            await self._stack.aclose()
             raise error from exc
         except BaseException as exc:
             await self._stack.__aexit__(type(exc), exc, exc.__traceback__)

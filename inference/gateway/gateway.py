@@ -199,7 +199,7 @@ class Gateway(Questions):
         try:
             # Shielded: whether it was accepted is still to be known when this reader is gone.
             stream.created_ms, _ = await asyncio.shield(submitted)
-            stream.admitted = True
+            stream.admit()
             yield stream
         except BaseException as exc:
             failure = exc
@@ -233,9 +233,11 @@ class Gateway(Questions):
     ) -> None:
         after = None if submitted is None or submitted.done() else submitted
         gone = isinstance(failure, (asyncio.CancelledError, GeneratorExit))
-        if isinstance(failure, RequestEnded) and stream.outcome is None:
+        # As the stream knows it: on its way here the exception may have become another.
+        ended = failure if isinstance(failure, RequestEnded) else stream.ended
+        if failure is not None and isinstance(ended, RequestEnded) and stream.outcome is None:
             # Somebody else settled it, or its state is gone; the guard makes this harmless.
-            stream.outcome = failure.outcome
+            stream.outcome = ended.outcome
             self.store.doubt(stream.id)
         grace = None
         if isinstance(failure, Detached) or (isinstance(stream.ended, Detached) and failure is not None):
@@ -245,7 +247,8 @@ class Gateway(Questions):
             grace = self.config.resume_grace
         elif (gone or isinstance(failure, StoreUnavailable)) and self._resumes(stream):
             grace = self.config.resume_grace
-        note = self.settler.put(stream.id, self._outcome(stream, failure), grace=grace, after=after)
+        outcome = self._outcome(stream, failure)
+        note = self.settler.put(stream.id, outcome, grace=grace, reader=stream.reader, after=after)
         note.add_done_callback(lambda _: self._ledger.left(stream, detached=grace is not None))
         if not gone:
             # After an outage that was too long already, nothing is gained by waiting once more.
@@ -265,7 +268,8 @@ class Gateway(Questions):
             return Outcome.finished(stream.finish)
         if stream.finish is not None:
             return Outcome.failed(Reason.ENGINE_ERROR)
-        if failure is None or isinstance(failure, (asyncio.CancelledError, GeneratorExit, OSError)):
+        # Refused was not this one but another of the same call, which needs all of them.
+        if failure is None or isinstance(failure, (asyncio.CancelledError, GeneratorExit, OSError, Refused)):
             return Outcome.cancelled(Reason.CLIENT_GONE)
         if isinstance(failure, StoreUnavailable):
             return Outcome.failed(Reason.STATE_LOST)
@@ -296,7 +300,8 @@ class Gateway(Questions):
             if isinstance(attached, str):
                 await self._retained(stream, attached, owner)
             else:
-                stream.admitted = True
+                stream.admit(attached.turn)
+                self._hub.overtaken(request_id, attached.turn)  # a reader here need not wait for the message
                 stream.job = attached.job
                 stream.phase = "queued" if attached.state == State.QUEUED else "running"
                 stream.attempt = attached.attempt

@@ -118,11 +118,14 @@ class Hub:
                 for stream in self._streams.get(message.id, ()):
                     stream.end(RequestEnded(message.outcome))
             case Superseded():
-                for stream in self._streams.get(message.id, ()):
-                    if stream.reader != message.reader:
-                        stream.end(Detached("Another reader has taken over this stream.", superseded=True))
+                self.overtaken(message.id, message.turn)
             case ServerCommand():
                 self._on_command(message)
+
+    def overtaken(self, request_id: str, turn: int) -> None:
+        """Another reader has taken a stream over, as its ``turn``-th; those before it are done."""
+        for stream in self._streams.get(request_id, ()):
+            stream.overtaken(turn)
 
     def _resync(self) -> None:
         for stream in self.streams():

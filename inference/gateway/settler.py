@@ -24,10 +24,17 @@ _LAST_BACKOFF = 1.0
 
 
 class _Note:
-    __slots__ = ("after", "done", "grace", "outcome", "tries")
+    __slots__ = ("after", "done", "grace", "outcome", "reader", "tries")
 
-    def __init__(self, outcome: Outcome, grace: float | None, after: asyncio.Future[tuple[int, int]] | None) -> None:
+    def __init__(
+        self,
+        outcome: Outcome,
+        grace: float | None,
+        reader: str | None,
+        after: asyncio.Future[tuple[int, int]] | None,
+    ) -> None:
         self.outcome = outcome
+        self.reader = reader
         self.grace = grace
         self.after = after
         self.tries = 0
@@ -58,17 +65,22 @@ class Settler:
         outcome: Outcome,
         *,
         grace: float | None = None,
+        reader: str | None = None,
         after: asyncio.Future[tuple[int, int]] | None = None,
     ) -> asyncio.Future[None]:
         """Leave a note; the future is done when Redis has answered.
 
         ``grace`` asks to detach the request for so many seconds instead of
-        ending it. ``after`` is a submit under way whose reply must come first.
+        ending it, unless ``reader`` (``None``: whoever reads it) has been followed
+        by another. ``after`` is a submit under way whose reply must come first.
         """
         note = self._notes.get(request_id)
         if note is None:
-            note = self._notes[request_id] = _Note(outcome, grace, after)
+            note = self._notes[request_id] = _Note(outcome, grace, reader, after)
             self._wake.set()
+        elif note.reader != reader:
+            # Another one has taken over and left since the first did: how the last one left is what counts.
+            note.outcome, note.grace, note.reader = outcome, grace, reader
         return note.done
 
     def knows(self, request_id: str) -> bool:
@@ -138,7 +150,9 @@ class Settler:
     async def _once(self, request_id: str, note: _Note) -> None:
         outcome = note.outcome
         if note.grace is not None:
-            word, finish = await self._store.detach(request_id, server=self._server, grace=note.grace)
+            word, finish = await self._store.detach(
+                request_id, server=self._server, grace=note.grace, reader=note.reader
+            )
             if word in ("detached", "gone"):
                 return
             if word == "finished" and finish in ("stop", "length"):

@@ -126,6 +126,9 @@ class RequestStream:
         self._received = after
         self._behind = attached
         self._attached = attached
+        self._turn = 0
+        self._overtaken = 0
+        """The latest turn of which is known that it has come; see :meth:`overtaken`."""
         self._ended: SluiceError | None = None
         self._ping = False
         self._bell = Bell()
@@ -177,6 +180,18 @@ class RequestStream:
         if self._ended is None:
             self._ended = error
             self._notify()
+
+    def overtaken(self, turn: int) -> None:
+        """Another reader has taken the stream over, as its ``turn``-th. Older news than this reader is none."""
+        self._overtaken = max(self._overtaken, turn)
+        if self.admitted and self._overtaken > self._turn:
+            self.end(Detached("Another reader has taken over this stream.", superseded=True))
+
+    def admit(self, turn: int = 0) -> None:
+        """The store holds the request for this reader, its ``turn``-th (0: the one that submitted it)."""
+        self._turn = turn
+        self.admitted = True
+        self.overtaken(turn)
 
     def ping(self) -> None:
         """Ask the reader for a sign of life, unless it has something to say anyway."""

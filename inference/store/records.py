@@ -66,7 +66,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Attached(msgspec.Struct, frozen=True):
-    """A stream taken over by this server."""
+    """A stream taken over by this server, for its ``turn``-th reader after the first."""
 
     id: str
     state: str
@@ -76,6 +76,7 @@ class Attached(msgspec.Struct, frozen=True):
     attempt: int
     prompt_tokens: int
     job: Job
+    turn: int
 
 
 class RequestView(msgspec.Struct, frozen=True):

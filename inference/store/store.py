@@ -156,11 +156,16 @@ class RequestStore:
         self._doubted = {i: until for i, until in self._doubted.items() if until > now}
         return [e for e in known if e.by in (self.token, "")]
 
-    async def detach(self, request_id: str, *, server: str, grace: float) -> tuple[str, str]:
-        """Let go of a resumable request. Gives (``detached`` | ``finished`` | ``fixed`` | ``gone``, finish)."""
+    async def detach(self, request_id: str, *, server: str, grace: float, reader: str | None = None) -> tuple[str, str]:
+        """Let go of a resumable request. Gives (``detached`` | ``finished`` | ``fixed`` | ``gone``, finish).
+
+        ``reader``: only where it is the last to have taken it over (empty: nobody has).
+        """
         k = self.keys
         reply = await self.redis.script(
-            DETACH, [k.request(request_id), k.detached], [request_id, server, k.prefix, _ms(grace)]
+            DETACH,
+            [k.request(request_id), k.detached],
+            [request_id, server, k.prefix, _ms(grace), "*" if reader is None else reader],
         )
         return reply[0].decode(), reply[1].decode()
 
@@ -176,7 +181,9 @@ class RequestStore:
         if word != "ok":
             return str(word)
         state, model, endpoint, of, attempt, prompt = (x.decode() for x in reply[1:7])
-        return Attached(request_id, state, model, endpoint, of, int(attempt), int(prompt), decode_job(reply[7]))
+        return Attached(
+            request_id, state, model, endpoint, of, int(attempt), int(prompt), decode_job(reply[7]), int(reply[8])
+        )
 
     async def read_log(self, request_id: str, after: int, limit: int) -> list[bytes]:
         """Encoded frames with sequence numbers above ``after``, at most ``limit``."""

@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 
-from inference.errors import NotServing, Overloaded, TooLarge, UnknownModel
-from inference.gateway import Detached, RequestEnded, StreamGroup
+from inference.errors import NotServing, Overloaded, SluiceError, TooLarge, UnknownModel
+from inference.gateway import Detached, Gateway, RequestEnded, StreamGroup
 from inference.lifecycle import Outcome, Reason
+from inference.messages import Superseded, encode
+from inference.store import RequestStore
 from tests.core.conftest import Deploy, job, read, spec
 from tests.support import eventually
 
@@ -228,3 +230,153 @@ async def test_what_waits_for_a_model_that_nobody_serves_any_more_ends_soon(
     assert caught.value.outcome == Outcome.failed(Reason.WORKER_LOST)
     await gateway.settler.wait_empty()
     assert await gateway.views.count() == 0
+
+
+async def follow(gateway: Gateway, request_id: str) -> int:
+    """Attach and read to the end: the number of tokens; -1 where another reader took over."""
+    try:
+        async with gateway.attach(request_id, owner="key:test") as stream:
+            return sum(len(f.ids) for f in await read(stream))
+    except Detached as exc:
+        assert exc.superseded
+        return -1
+
+
+async def begun(gateway: Gateway, tokens: int) -> str:
+    """A resumable request whose first reader has left."""
+    wanted = spec(tokens, resumable=True)
+    with pytest.raises(asyncio.CancelledError):
+        async with gateway.request(wanted) as stream:
+            await stream.next()
+            raise asyncio.CancelledError
+    await gateway.settler.wait_empty()
+    return wanted.job.id
+
+
+async def test_of_readers_that_come_at_once_one_is_left(deploy: Deploy) -> None:
+    """Before, what told one of them to go reached the one after it, too: often none was left."""
+    deployment = deploy(models="scripted=scripted:rate=200")
+    gateway, _ = await deployment.both()
+    other = await deployment.gateway()
+    for _ in range(5):
+        request_id = await begun(gateway, 100)
+        read_to_the_end = await asyncio.gather(*(follow((gateway, other)[i % 2], request_id) for i in range(12)))
+        assert sorted(read_to_the_end) == [-1] * 11 + [100]
+    await deployment.clean(gateway)
+
+
+async def test_old_news_of_a_reader_does_not_end_the_one_after_it(deploy: Deploy) -> None:
+    deployment = deploy(models="scripted=scripted:rate=200")
+    gateway, _ = await deployment.both()
+    request_id = await begun(gateway, 60)
+    async with gateway.attach(request_id, owner="key:test"), gateway.attach(request_id, owner="key:test") as stream:
+        await gateway.store.publish_to_server(gateway.id, encode(Superseded(request_id, "another", 1)))
+        assert sum(len(f.ids) for f in await read(stream)) == 60
+    await deployment.clean(gateway)
+
+
+async def test_a_reader_that_leaves_late_does_not_take_the_request_from_the_next(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, a client that came back while its first connection was being dealt with lost the second one."""
+    deployment = deploy(models="scripted=scripted:rate=100")
+    gateway, _ = await deployment.both()
+    detach, attached = gateway.store.detach, asyncio.Event()
+
+    async def late(*args: str, **options: float) -> tuple[str, str]:
+        await attached.wait()
+        return await detach(*args, **options)  # type: ignore[arg-type]
+
+    wanted = spec(150, resumable=True)
+    with pytest.raises(asyncio.CancelledError):
+        async with gateway.request(wanted) as stream:
+            await stream.next()
+            monkeypatch.setattr(gateway.store, "detach", late)
+            raise asyncio.CancelledError
+    async with gateway.attach(wanted.job.id, owner="key:test") as stream:
+        attached.set()
+        await gateway.settler.wait_empty()
+        assert sum(len(f.ids) for f in await read(stream)) == 150
+    await deployment.clean(gateway)
+
+
+@pytest.mark.parametrize("owner", ["key:test", "key:foreign"])
+@pytest.mark.parametrize("resumable", [False, True])
+async def test_an_attach_that_is_given_up_leaves_the_request_alone(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch, resumable: bool, owner: str
+) -> None:
+    """Before, asking for a request of somebody else, and leaving before the refusal came, ended it."""
+    deployment = deploy(models="scripted=scripted:rate=100")
+    gateway, _ = await deployment.both()
+    attach, answered, release = gateway.store.attach, asyncio.Event(), asyncio.Event()
+
+    async def slow(*args: str, **options: str) -> object:
+        reply = await attach(*args, **options)  # type: ignore[arg-type]
+        answered.set()
+        await release.wait()
+        return reply
+
+    monkeypatch.setattr(gateway.store, "attach", slow)
+    wanted = spec(100, resumable=resumable)
+    async with gateway.request(wanted) as stream:
+        await stream.next()
+        asking = asyncio.create_task(follow_as(gateway, wanted.job.id, owner))
+        await answered.wait()
+        asking.cancel()
+        await asyncio.sleep(0)
+        release.set()
+        await asyncio.gather(asking, return_exceptions=True)
+        await gateway.settler.wait_empty()
+        taken_over = resumable and owner == "key:test"
+        if taken_over:
+            with pytest.raises(Detached):
+                await read(stream)
+        else:
+            await read(stream)
+            assert stream.finish == "length"
+    if not taken_over:
+        assert [e.reason for e in deployment.endings] == ["length"]
+        await deployment.clean(gateway)
+
+
+async def follow_as(gateway: Gateway, request_id: str, owner: str) -> None:
+    async with gateway.attach(request_id, owner=owner) as stream:
+        await read(stream)
+
+
+async def test_an_ending_counts_as_what_it_was_whatever_a_handler_makes_of_it(deploy: Deploy) -> None:
+    """Handlers turn ``RequestEnded`` into errors of their own. Before, that made it an error of the engine, and
+    what ``manage.py inflight --cancel`` had ended was counted nowhere."""
+    deployment = deploy()
+    gateway, _ = await deployment.both()
+    command = RequestStore(gateway.redis, deployment.config, counts=False)
+    with pytest.raises(ValueError):
+        async with gateway.request(spec(4000)) as stream:
+            await stream.next()
+            assert await command.settle(stream.id, Outcome.cancelled(Reason.ADMIN)) is not None
+            try:
+                await read(stream)
+            except RequestEnded as exc:
+                raise ValueError from exc
+    await eventually(lambda: deployment.endings)
+    with pytest.raises(ValueError):
+        async with gateway.request(spec(4000)) as stream:
+            stream.end(RequestEnded(Outcome.failed(Reason.STATE_LOST), "Redis does not answer."))
+            try:
+                await read(stream)
+            except RequestEnded as exc:
+                raise ValueError from exc
+    assert [e.reason for e in deployment.endings] == ["admin", "state_lost"]
+    await deployment.clean(gateway)
+
+
+async def test_what_was_accepted_beside_a_refused_one_is_no_failure(deploy: Deploy) -> None:
+    """A call that needs several requests gives up those it got where one is refused: nothing has failed."""
+    deployment = deploy(max_queued=1, models="scripted=scripted:rate=100,slots=1")
+    gateway, _ = await deployment.both()
+    with pytest.raises(SluiceError):
+        async with gateway.request(spec(4000)), gateway.request(spec(4000)), gateway.request(spec(4000)):
+            pass
+    await eventually(lambda: len(deployment.endings) == 2)
+    assert {e.reason for e in deployment.endings} == {"client_gone"}
+    await deployment.clean(gateway)

@@ -17,7 +17,7 @@ import redis.asyncio as redis_async
 
 from inference.embedded import EmbeddedValkey
 from inference.errors import StoreUnavailable
-from inference.gateway import RequestEnded
+from inference.gateway import Detached, RequestEnded
 from inference.gateway.stream import RequestStream
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Frame, encode
@@ -176,6 +176,24 @@ async def test_messages_lost_all_along(deploy: Deploy, monkeypatch: pytest.Monke
             while True:
                 await asyncio.wait_for(stream.next(), 20)
     assert caught.value.outcome.reason is Reason.ADMIN, "what the lost message said is in the history"
+    await deployment.clean(gateway)
+
+
+async def test_the_older_reader_of_the_same_server_is_told_without_a_message(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The periodic check does not tell one reader from another of the same server: before, both read on."""
+    deployment = deploy(models="scripted=scripted:rate=100")
+    gateway, _ = await deployment.both()
+    wanted = spec(200, resumable=True)
+    async with gateway.request(wanted) as older:
+        await older.next()
+        monkeypatch.setattr(gateway._hub._subscriber, "_on_message", lambda channel, data: None)
+        async with gateway.attach(wanted.job.id, owner="key:test") as newer:
+            with pytest.raises(Detached) as caught:
+                await asyncio.wait_for(read(older), 1)
+            assert caught.value.superseded
+            assert sum(len(f.ids) for f in await read(newer)) == 200
     await deployment.clean(gateway)
 
 
