@@ -21,15 +21,18 @@ def _with_route(route: Route, app: Any) -> Any:
 
 
 async def not_found(scope: Any, receive: Any, send: Any) -> None:
-    """404 as JSON; for a WebSocket, a refused handshake."""
+    """404 as JSON, also as the answer to a WebSocket's handshake where the server can say it."""
+    kind = "http.response"
     if scope["type"] == "websocket":
         await receive()
-        await send({"type": "websocket.close", "code": 4404})
-        return
+        kind = "websocket.http.response"
+        if kind not in scope.get("extensions", {}):
+            await send({"type": "websocket.close", "code": 4404})
+            return
     body = error_body(f"There is nothing at {scope['path'][:100]!r}.", code="not_found")
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 404, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": f"{kind}.start", "status": 404, "headers": headers})
+    await send({"type": f"{kind}.body", "body": body})
 
 
 class CanonicalPaths:
@@ -48,7 +51,7 @@ class JsonNotFound:
 
     def __init__(self, app: Any, routes: Sequence[Route]) -> None:
         self.app = app
-        self._first = {route.path.partition("/")[0] for route in routes if route.kind == "http"}
+        self._first = {route.path.partition("/")[0] for route in routes}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         first = scope["path"].split("/", 2)[1].lower()

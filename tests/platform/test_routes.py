@@ -91,3 +91,36 @@ def test_no_spelling_reaches_a_guarded_handler(server: ServerProcess, path: str,
     status = int(answer.split()[1])
     assert status in (401, 403, 404, 405), answer
     assert "echo 0" not in server.state()["events"]
+
+
+HANDSHAKE = (
+    b"GET /ws/echo HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (HANDSHAKE.replace(b"Version: 13", b"Version: 99"), 400),
+        (HANDSHAKE.replace(b"dGhlIHNhbXBsZSBub25jZQ==", b"x"), 400),
+        (HANDSHAKE.replace(b"GET", b"POST"), 405),
+        (HANDSHAKE + b"Sec-WebSocket-Protocol: a, a\r\n", 400),
+        (HANDSHAKE + b"Sec-WebSocket-Protocol: \xe9\r\n", 400),
+        (HANDSHAKE + b"Sec-WebSocket-Protocol: sluice.v1%2cx\r\n", 400),
+        (HANDSHAKE.replace(b"/ws/echo", b"/ws/nowhere"), 404),
+        (b"GET /livez HTTP/1.1\r\nHost: localhost\r\nDaphne-Root-Path: \xff\r\n", 200),
+        (b"GET /x/livez HTTP/1.1\r\nHost: localhost\r\nDaphne-Root-Path: /x\r\n", 404),
+        (b"POST /livez HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + b"0" * 5000 + b"\r\n", 400),
+    ],
+    ids=["version", "key", "POST", "protocol twice", "protocol beyond ASCII", "protocol encoded", "no such socket",
+         "mount point of bytes", "mount point", "endless length"],
+)  # fmt: skip
+def test_odd_heads_are_refused_exactly(server: ServerProcess, head: bytes, status: int) -> None:
+    sock = server.request(head + b"\r\n")
+    sock.settimeout(10)
+    answer = b""
+    while b"\r\n\r\n" not in answer and (part := sock.recv(4096)):
+        answer += part
+    assert answer and int(answer.split()[1]) == status, answer

@@ -18,6 +18,8 @@ _PHRASES = {status.value: status.phrase.encode("ascii") for status in HTTPStatus
 
 #: How long a refused client may go on sending what nobody reads, so that it gets to read the refusal.
 LINGER = 2.0
+#: Characters of a Content-Length; what is longer has not been written by a client of good will.
+LENGTH_CHARS = 100
 
 
 class SluiceRequest(WebRequest):
@@ -28,6 +30,15 @@ class SluiceRequest(WebRequest):
         super().__init__(channel, queued, parsePOSTFormSubmission=False)
         self.gate = WriteGate()
         self._received = 0
+
+    def process(self) -> Any:
+        # Daphne would believe any client about where the site is mounted.
+        self.requestHeaders.removeHeader(b"daphne-root-path")
+        protocols = b",".join(self.requestHeaders.getRawHeaders(b"sec-websocket-protocol", []))
+        if not protocols.isascii() or b"%" in protocols:  # it would also decode what is not encoded
+            self.basic_error(400, b"Bad Request", "Invalid characters in Sec-WebSocket-Protocol.")
+            return None
+        return super().process()
 
     def handleContentChunk(self, data: bytes) -> None:
         self._received += len(data)
@@ -181,6 +192,10 @@ class SluiceChannel(http.HTTPChannel):
             return False
         if self._receivedHeaderCount >= self.maxHeaders:
             self._refuse_head()
+            return False
+        name, _, value = line.partition(b":")
+        if name.lower() == b"content-length" and len(value) > LENGTH_CHARS:
+            self._refuse(400, b"Bad Request", "The Content-Length is no length.", "bad_request")
             return False
         return super().headerReceived(line)
 

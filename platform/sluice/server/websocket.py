@@ -18,10 +18,12 @@ PONG_GRACE = 1.0
 class SluiceWebSocketProtocol(WebSocketProtocol):
     """One WebSocket connection."""
 
+    #: The refusal to answer with; a handshake may also fail before it has got as far as the application.
+    _denial: tuple[int, dict[str, str]] | None = None
+    _denial_body = b""
+
     def onConnect(self, request: Any) -> Any:
         self.gate = WriteGate()
-        self._denial: tuple[int, dict[str, str]] | None = None
-        self._denial_body = b""
         self._reading_paused = False
         # Until now the HTTP channel of this connection was told when it is full.
         self.transport.unregisterProducer()
