@@ -26,7 +26,7 @@ from urllib.parse import parse_qs
 
 from channels.db import database_sync_to_async
 from django.conf import settings
-from django.contrib.auth import get_user
+from django.contrib.auth import get_user, get_user_model
 from django.core.handlers.asgi import ASGIRequest
 from django.db import DatabaseError
 from django.http import HttpRequest, parse_cookie
@@ -38,9 +38,9 @@ from apps.accounts.models import ApiKey, UserLimits
 from apps.accounts.origin import header, origin_allowed
 from apps.accounts.principal import Principal
 from apps.accounts.quota import Quota, quota_for
-from apps.accounts.tickets import account_active, issue_ticket, redeem_ticket
+from apps.accounts.tickets import issue_ticket, redeem_ticket
 
-__all__ = ["Principal", "authenticate", "flush", "issue_ticket", "origin_allowed", "redeem_ticket", "still_valid"]
+__all__ = ["Principal", "authenticate", "flush", "issue_ticket", "origin_allowed", "redeem_ticket", "renewed"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,21 +85,32 @@ async def authenticate(scope: Scope) -> Principal | None:
     return principal
 
 
-async def still_valid(principal: Principal) -> bool:
-    """Whether a caller of a moment ago would still be let in; for sockets that stay open.
+async def renewed(principal: Principal) -> Principal | None:
+    """A caller of a moment ago with the rights and limits of now; for sockets that stay open.
 
-    Answers from memory for as long as a key would be believed (see ``keycache``). A
-    session user counts as valid while the account is active: signing out ends the
-    session, and the page that holds the socket with it.
+    ``None`` where it would not be let in any more. Answers from memory for as long as
+    a key would be believed (see ``keycache``). A session user counts as valid while the
+    account is active: signing out ends the session, and the page that holds the socket
+    with it.
     """
     name = f"still:{principal.owner}"
-    if cache.get(name) is not None:
-        return True
+    known = cache.get(name)
+    if known is not None:
+        return known
     generation = cache.generation
-    if not await database_sync_to_async(account_active)(principal):
-        return False
-    cache.put(name, principal, generation=generation)
-    return True
+    now = await database_sync_to_async(_principal_now)(principal)
+    if now is not None:
+        cache.put(name, now, generation=generation)
+    return now
+
+
+def _principal_now(principal: Principal) -> Principal | None:
+    if principal.via == "key":
+        keys = ApiKey.objects.active().select_related("user")
+        key = keys.filter(prefix=principal.owner.removeprefix("key:")).first()
+        return None if key is None else key_principal(key)
+    user = get_user_model()._default_manager.filter(pk=principal.user_id, is_active=True).first()
+    return None if user is None else user_principal(user)
 
 
 async def flush() -> None:
@@ -209,8 +220,8 @@ def _user_quota(user: Any) -> tuple[Quota, ...]:
 async def _by_session(scope: Scope) -> Principal | None:
     cookies = parse_cookie(header(scope, b"cookie"))
     session_key = cookies.get(settings.SESSION_COOKIE_NAME)
-    if not session_key:
-        return None
+    if not session_key or not session_key.isprintable():
+        return None  # a quoted cookie may hold NUL, which PostgreSQL does not take
     return await database_sync_to_async(_session_principal)(session_key)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import time
 from typing import Any
 
 import msgspec
 
-from apps.accounts.auth import still_valid
+from apps.accounts.auth import renewed
 from apps.api import plan
 from apps.api.errors import ApiError, from_refusal, invalid
 from apps.api.generation import Generation
@@ -42,6 +44,19 @@ class _Referring(msgspec.Struct):
     """As much of a message as an error needs."""
 
     id: Reference | None = None
+
+
+def _reference_in(text: str) -> str | None:
+    try:
+        return msgspec.json.decode(text, type=_Referring).id
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    # Clients write what is no strict JSON, NaN or half a surrogate pair, and want to know whose end it is.
+    with contextlib.suppress(ValueError, msgspec.ValidationError, RecursionError):
+        ref = msgspec.convert(json.loads(text), _Referring).id
+        if ref is not None and ref.encode():
+            return ref
+    return None
 
 
 class StreamConsumer(StreamingWebSocketConsumer):
@@ -93,10 +108,7 @@ class StreamConsumer(StreamingWebSocketConsumer):
 
     def _reference(self, text: str) -> str | None:
         """The reference in a message that is wrong otherwise, unless it is that of a running generation."""
-        try:
-            ref = msgspec.json.decode(text, type=_Referring).id
-        except (msgspec.DecodeError, RecursionError):
-            return None
+        ref = _reference_in(text)
         return None if ref in self.tasks else ref
 
     async def on_bytes(self, data: bytes) -> None:
@@ -125,10 +137,11 @@ class StreamConsumer(StreamingWebSocketConsumer):
         elif len(self.tasks) >= MAX_GENERATIONS:
             text = f"At most {MAX_GENERATIONS} generations run at once on one socket."
             await self._error(message.id, ApiError(429, text, code="too_many_generations", retry_after=1.0))
-        elif isinstance(message, SocketGenerate):
-            self.spawn(message.id, self._guard(message.id, self._generate(message)))
         else:
-            self.spawn(message.id, self._guard(message.id, self._attach(message)))
+            work = self._generate(message) if isinstance(message, SocketGenerate) else self._attach(message)
+            self.spawn(message.id, self._guard(message.id, work))
+            # Let it begin before the next message is read: a task that is cancelled before says nothing of its end.
+            await asyncio.sleep(0)
 
     async def _cancel(self, ref: str) -> None:
         generation = self.running.get(ref)
@@ -147,9 +160,11 @@ class StreamConsumer(StreamingWebSocketConsumer):
 
     async def _check_caller(self) -> None:
         """A revoked key or a disabled user starts nothing more on a socket that is still open."""
-        if not await still_valid(self.principal):
+        now = await renewed(self.principal)
+        if now is None:
             await self.close(4401, "no longer authorised")
             raise ApiError(401, "This key or user is no longer valid.", code="invalid_api_key")
+        self.principal = now  # the admin scope may have gone, the limits may be others
 
     async def _guard(self, ref: str, work: Any) -> None:
         """The edge of a generation's task: whatever happens, the client hears of it."""

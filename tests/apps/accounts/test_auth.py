@@ -15,7 +15,7 @@ from django.urls import reverse
 from django.utils import timezone
 
 from apps.accounts import keyformat, services
-from apps.accounts.auth import authenticate, flush, issue_ticket, origin_allowed, redeem_ticket, still_valid
+from apps.accounts.auth import authenticate, flush, issue_ticket, origin_allowed, redeem_ticket, renewed
 from apps.accounts.keycache import KeyCache, cache
 from apps.accounts.models import ApiKey, Ticket, UserLimits
 from apps.accounts.principal import Principal
@@ -245,13 +245,28 @@ async def test_open_socket_is_told_when_its_caller_is_no_longer_valid() -> None:
     cookie, _ = await sync_to_async(signed_in)(user)
     by_session = await authenticate(http("GET", {"Cookie": cookie}))
     assert by_key is not None and by_session is not None
-    assert await still_valid(by_key) and await still_valid(by_session)
+    assert await renewed(by_key) == by_key and await renewed(by_session) == by_session
     await sync_to_async(services.revoke_key)(None, made.key)
-    assert not await still_valid(by_key)
+    assert await renewed(by_key) is None
     user.is_active = False
     await user.asave()
     cache.forget()
-    assert not await still_valid(by_session)
+    assert await renewed(by_session) is None
+
+
+async def test_open_socket_has_the_rights_and_limits_of_now() -> None:
+    boss = await sync_to_async(make_user)("boss", is_superuser=True)
+    made = await make_key(user=boss, scopes=["generate", "read", "admin"])
+    before = await authenticate(http(headers=bearer(made.secret)))
+    assert before is not None and before.may("admin")
+    boss.is_superuser = False
+    await boss.asave()
+    await UserLimits.objects.acreate(user=boss, max_tokens_per_request=5)
+    cache.forget()
+    now = await renewed(before)
+    assert now is not None and now.owner == before.owner
+    assert not now.may("admin") and now.may("generate")
+    assert [quota.max_tokens for quota in now.quotas] == [0, 5]
 
 
 # --- Sessions ---

@@ -237,3 +237,21 @@ async def test_a_dropped_socket_cancels_its_generations(site: Site) -> None:
                 return
             await asyncio.sleep(0.02)
     pytest.fail("the request is still alive")
+
+
+async def test_a_message_that_is_no_strict_json_is_answered_under_its_reference(site: Site) -> None:
+    async with opened(site) as socket:
+        for wrong in ('"temperature": NaN', '"prompt": "\\ud800"', '"max_tokens": Infinity'):
+            await socket.send('{"type": "generate", "id": "a", %s}' % wrong)
+            error = await hear(socket)
+            assert (error["type"], error["id"], error["status"]) == ("error", "a", 400)
+        await socket.send('{"type": "generate", "id": "\\ud800"}')
+        assert (await hear(socket))["id"] is None
+
+
+async def test_a_cancel_right_behind_its_generate_is_answered(site: Site) -> None:
+    async with opened(site) as socket:
+        for _ in range(20):
+            await tell(socket, type="generate", id="a", model="demo", prompt="x", max_tokens=2000)
+            await tell(socket, type="cancel", id="a")
+            await until(socket, "done", "a")
