@@ -61,7 +61,7 @@ class ApiError(Exception):
         self.status = status
         self.message = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "..."
         self.type = type or TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-        self.param = param
+        self.param = param if param is None or len(param) <= MAX_MESSAGE else param[: MAX_MESSAGE - 3] + "..."
         self.code = code
         self.retry_after = retry_after
         self.extra_headers = headers

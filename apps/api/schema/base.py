@@ -47,7 +47,8 @@ StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Bias = dict[int, Annotated[float, Meta(ge=-100.0, le=100.0)]]
 
-_PATH = re.compile(r" - at (?:`(key|\.\.\.)` in )?`\$(.*)`$")
+_AT = " - at `"
+_PATH = re.compile(r"(?:(key|\.\.\.)` in `)?\$([A-Za-z0-9_.\[\]]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.S)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
@@ -81,9 +82,11 @@ class Decoder(Generic[T]):
 def explain(text: str) -> ApiError:
     """Turn one of msgspec's messages into an error that names the field."""
     path = ""
-    if found := _PATH.search(text):
+    # The last one: a field's name may hold the same words, any number of times.
+    before, _, after = text.rpartition(_AT)
+    if before and (found := _PATH.fullmatch(after)):
         path = found[2].lstrip(".")
-        text = text[: found.start()] + (" as a key" if found[1] == "key" else "")
+        text = before + (" as a key" if found[1] == "key" else "")
     if found := _UNKNOWN.match(text):
         param = f"{path}.{found[1]}" if path else found[1]
         return invalid(f"Unknown parameter: {param!r}.", param, "unknown_parameter")

@@ -157,6 +157,21 @@ def test_refused_fields_are_refused_by_name_and_null_is_absent(name: str) -> Non
         assert name in caught.value.message
 
 
+@pytest.mark.parametrize("name", [" - at `$" * 100_000 + "\n", "`$" + " - at `$." * 100_000 + "x\n`"])
+@pytest.mark.timeout(30)
+def test_a_name_that_looks_like_many_paths_costs_nothing_and_is_not_repeated_in_full(name: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode_chat(json.dumps({name: 1}).encode())
+    assert caught.value.code == "unknown_parameter"
+    assert len(caught.value.body()) < 2000
+
+
+def test_the_last_place_named_is_the_fields() -> None:
+    with pytest.raises(ApiError) as caught:
+        decode_chat(b'{"model": "x", "messages": [{"role": "user", "content": "x", "a - at `$.b`": 1}]}')
+    assert caught.value.param == "messages[0].a - at `$.b`"
+
+
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
