@@ -23,7 +23,7 @@ export async function call(method, path, body) {
     throw new ApiError("The server cannot be reached.", "offline", 0);
   }
   if (response.status === 401) {
-    location.assign(`/?next=${encodeURIComponent(location.pathname)}`);
+    location.reload(); // the sign-in page leads back here
   }
   let data = null;
   try {

@@ -41,7 +41,9 @@ const settings = new Settings(boot.presets, {
   changed(values) {
     if (!conversation) return;
     call("PATCH", `conversations/${conversation.id}`, { settings: values })
-      .then((detail) => (conversation = detail.conversation))
+      .then((detail) => {
+        if (detail.conversation.id === conversation?.id) conversation = detail.conversation;
+      })
       .catch((error) => announce(error.message));
   },
 });
@@ -100,30 +102,37 @@ function fresh(push = true) {
 
 async function open(id, push = true) {
   const mine = (visit += 1);
-  if (push && location.pathname !== `/c/${id}/`) history.pushState(null, "", `/c/${id}/`);
   let detail;
   try {
     detail = await call("GET", `conversations/${id}`);
   } catch (error) {
     if (mine !== visit) return;
-    if (error.status === 404) fresh();
+    if (error.status === 404) {
+      fresh();
+      sidebar.refresh().catch(() => {});
+    }
     banner(error.message);
     return;
   }
   if (mine !== visit) return;
+  if (push && location.pathname !== `/c/${id}/`) history.pushState(null, "", `/c/${id}/`);
+  if (client.state === "open") banner("");
   show(detail);
   composer.draft(id);
   scroller.toEnd();
   if (matchMedia("(pointer: fine)").matches) $("input").focus();
 }
 
-/** Look again, after something else may have changed it; leaves an open editor alone. */
+/** Whether something is shown that only this page has: an open editor, a message the server has not taken. */
+const unsaved = () => views.some((view) => view.editor || !view.data.id);
+
+/** Look again, after something else may have changed it; leaves alone what only this page has. */
 async function refresh() {
-  if (!conversation || views.some((view) => view.editor) || pending.size) return;
+  if (!conversation || unsaved()) return;
   const mine = visit;
   try {
     const detail = await call("GET", `conversations/${conversation.id}`);
-    if (mine !== visit || pending.size || views.some((view) => view.editor)) return;
+    if (mine !== visit || unsaved()) return;
     show(detail);
     scroller.follow();
   } catch (error) {
@@ -132,8 +141,10 @@ async function refresh() {
 }
 
 async function showBranch(id) {
+  const mine = visit;
   try {
-    show(await call("PATCH", `conversations/${conversation.id}`, { leaf: id }));
+    const detail = await call("PATCH", `conversations/${conversation.id}`, { leaf: id });
+    if (mine === visit && !pending.size) show(detail);
   } catch (error) {
     announce(error.message);
   }
@@ -149,33 +160,38 @@ function answeringChanged() {
   composer.setAnswering(current() !== null);
 }
 
+/** Half a character, as a cut paste may leave one, is nothing that JSON can carry. */
+const wellFormed = (text) => text.toWellFormed?.() ?? text;
+
 // --- turns -----------------------------------------------------------------------------------
 
 function send(text) {
+  // What the server never took gives way to what is sent instead.
+  views = views.at(-1)?.before ?? views;
   const parent = views.at(-1);
   if (parent && (!parent.answer || !parent.data.id)) return false;
-  const body = text.replace(/^\n+|\n+$/g, "");
+  const body = wellFormed(text).replace(/^\n+|\n+$/g, "");
   const question = new MessageView({ role: "user", text: body }, actions);
-  const answer = blank();
+  const answer = blank((changed = body) => send(changed));
   views = [...views, question, answer];
   draw();
   scroller.toEnd();
   const request = { op: "send", text: body, conversation: conversation?.id ?? null, parent: parent?.data.id ?? null };
   if (!conversation) request.settings = settings.forNew();
-  answer.resend = () => {
-    views = views.filter((view) => view !== question && view !== answer);
-    send(body);
-  };
   start(request, answer, question);
   return true;
 }
 
-function edit(view, text) {
+function edit(view, written) {
+  const text = wellFormed(written);
   const at = views.indexOf(view);
-  if (!view.data.id || at < 0) return;
+  if (at < 0) return;
+  if (!view.data.id) {
+    if (!current()) views.at(-1).resend?.(text);
+    return;
+  }
   const question = new MessageView({ ...view.data, id: null, text, siblings: [] }, actions);
-  const answer = blank();
-  answer.resend = () => edit(view, text);
+  const answer = blank((changed = text) => edit(view, changed));
   views = [...views.slice(0, at), question, answer];
   draw();
   scroller.toEnd();
@@ -185,11 +201,7 @@ function edit(view, text) {
 function regenerate(view) {
   const at = views.indexOf(view);
   if (!view.data.id || at < 0) return;
-  const answer = blank();
-  answer.resend = () => {
-    views = [...views.slice(0, at), view];
-    regenerate(view);
-  };
+  const answer = blank(() => regenerate(view));
   views = [...views.slice(0, at), answer];
   draw();
   start({ op: "regenerate", message: view.data.id }, answer);
@@ -200,18 +212,28 @@ function continueAnswer(view) {
   start({ op: "continue", message: view.data.id }, view);
 }
 
-function blank() {
-  return new MessageView({ role: "assistant", text: "", state: "streaming", model: $("model").value }, actions);
+/**
+ * An answer that the server does not know yet. Until it does, `before` is what was shown before this
+ * turn, and `resend` starts the turn anew from there.
+ */
+function blank(again) {
+  const answer = new MessageView({ role: "assistant", text: "", state: "streaming", model: $("model").value }, actions);
+  const before = (answer.before = views);
+  answer.resend = (...changed) => {
+    views = before;
+    again(...changed);
+  };
+  return answer;
 }
 
 /** Send a turn, and show what comes of it. */
 function start(request, view, question = null) {
-  const mine = visit;
   const entry = { view, conversation: conversation?.id ?? null, stream: null };
   pending.add(entry);
   const handlers = streamHandlers(entry);
   handlers.accepted = (event) => {
     pending.delete(entry);
+    view.before = view.resend = null;
     entry.conversation = event.conversation.id;
     entry.answer = event.answer;
     live.set(event.answer, entry);
@@ -219,7 +241,7 @@ function start(request, view, question = null) {
       if (message.role === "user") question?.update(message);
       else view.update(message);
     }
-    if (mine === visit) {
+    if (views.includes(view)) {
       if (!conversation) {
         history.replaceState(null, "", `/c/${event.conversation.id}/`);
         composer.key = event.conversation.id;
@@ -263,6 +285,11 @@ function streamHandlers(entry) {
       view.update({ ...view.data, state: "failed", error: message, code, cut: false });
       ended(entry);
       announce(message);
+      if (code === "not_found") {
+        // It was deleted by another page.
+        sidebar.refresh().catch(() => {});
+        refresh();
+      }
     },
   };
 }

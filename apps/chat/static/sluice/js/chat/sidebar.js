@@ -51,7 +51,7 @@ export class Sidebar {
 
   /** A conversation is new or has changed. */
   put(conversation) {
-    if (this.query) return;
+    if (this.query && !this.items.some((item) => item.id === conversation.id)) return;
     this.items = this.items.filter((item) => item.id !== conversation.id);
     this.items.push(conversation);
     this.items.sort((a, b) => b.pinned - a.pinned || b.updated_at.localeCompare(a.updated_at));
@@ -80,7 +80,7 @@ export class Sidebar {
       button.type = "button";
       button.className = "button small wide";
       button.textContent = "Show more";
-      button.addEventListener("click", () => this.loadMore());
+      button.addEventListener("click", () => this.loadMore().catch((error) => announce(error.message)));
       list.append(button);
     }
     if (focused) list.querySelector(`[data-id="${focused}"] a`)?.focus();
@@ -102,7 +102,9 @@ export class Sidebar {
   }
 
   async loadMore() {
-    const part = await call("GET", `conversations?q=${encodeURIComponent(this.query)}&offset=${this.items.length}`);
+    const query = this.query;
+    const part = await call("GET", `conversations?q=${encodeURIComponent(query)}&offset=${this.items.length}`);
+    if (query !== this.query) return;
     const known = new Set(this.items.map((item) => item.id));
     this.items.push(...part.conversations.filter((item) => !known.has(item.id)));
     this.more = part.more;
@@ -195,10 +197,19 @@ export class Sidebar {
     } else if (event.key === "ArrowDown") {
       event.preventDefault();
       $("list").querySelector("a")?.focus();
-    } else if (event.key === "Enter" && this.items.length) {
-      this.show(false);
-      this.hooks.open(this.items[0].id);
+    } else if (event.key === "Enter") {
+      this.openFirst().catch((error) => announce(error.message));
     }
+  }
+
+  /** Open the first of those that are found for what is written now; the list may lag behind. */
+  async openFirst() {
+    const query = this.query;
+    clearTimeout(this.timer);
+    await this.refresh();
+    if (query !== this.query || !this.items.length) return;
+    this.show(false);
+    this.hooks.open(this.items[0].id);
   }
 }
 

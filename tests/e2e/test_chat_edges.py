@@ -1,0 +1,290 @@
+"""The chat page where things cross: refused sends, late replies, deleted conversations, fast fingers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.e2e.chat import answer_text, ask, counted, last_answer, say, wait_done, wait_text
+from tests.e2e.conftest import open_chat
+from tests.e2e.site import Site
+from tests.support import eventually_sync
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+
+class Refusing:
+    """The page's socket, on which ``generate`` is refused before anything is stored, as by a server that restarts."""
+
+    def __init__(self, context: Any) -> None:
+        self.on = False
+        self.socket: Any = None
+        self.sockets = 0
+        context.route_web_socket("**/ws/chat", self._opened)
+
+    def _opened(self, socket: Any) -> None:
+        self.socket = socket
+        self.sockets += 1
+        server = socket.connect_to_server()
+        socket.on_message(lambda text: self._sent(server, text))
+
+    def _sent(self, server: Any, text: str) -> None:
+        message = json.loads(text)
+        if self.on and message["type"] == "generate":
+            error = {"message": "This server is restarting.", "code": "shutting_down"}
+            self.socket.send(json.dumps({"type": "error", "id": message["id"], "error": error}))
+        else:
+            server.send(text)
+
+
+def eventually(page: Any, check: Callable[[], Any]) -> None:
+    for _ in range(100):
+        if check():
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError("it never came")
+
+
+def retry(page: Any) -> Any:
+    return last_answer(page).locator("[data-act=retry]")
+
+
+def ended(site: Site) -> int:
+    return sum(site.outcomes().values())
+
+
+def test_try_again_takes_the_place_of_an_answer_without_text(page: Any, site: Site) -> None:
+    """No second copy of the question, with arrows between the two."""
+    ask(page, "Break [[error@0]]")
+    wait_done(page)
+    before = ended(site)
+    retry(page).click()
+    eventually_sync(lambda: ended(site) == before + 1, 10, what="it was tried again")
+    wait_done(page)
+    assert page.locator(".message").count() == 2
+    assert page.locator(".message .branches:visible").count() == 0
+
+
+def test_try_again_after_an_edit_that_failed(page: Any, site: Site) -> None:
+    say(page, "One.", "Old")
+    wait_done(page)
+    page.focus("#input")
+    page.keyboard.press("ArrowUp")
+    page.locator(".editor textarea").fill("New [[error@0]]")
+    page.locator(".editor textarea").press("Enter")
+    wait_done(page)
+    before = ended(site)
+    retry(page).click()
+    eventually_sync(lambda: ended(site) == before + 1, 10, what="it was tried again")
+
+
+@pytest.mark.parametrize("op", ["send", "edit", "regenerate"])
+def test_a_refused_turn_stays_and_can_be_sent_again(contexts: Callable[..., Any], site: Site, op: str) -> None:
+    """Also once the page has connected again, and looks at what the server has."""
+    context = contexts(site)
+    refusing = Refusing(context)
+    page = open_chat(context)
+    say(page, "One.", "First")
+    wait_done(page)
+    refusing.on = True
+    if op == "send":
+        ask(page, "Second [[say:Two.]]")
+    elif op == "edit":
+        page.locator(".message.user [data-act=edit]").click()
+        page.locator(".editor textarea").fill("Second [[say:Two.]]")
+        page.locator(".editor textarea").press("Enter")
+    else:
+        last_answer(page).locator("[data-act=regenerate]").click()
+    page.wait_for_selector(".answer.failed [data-act=retry]")
+    messages = page.locator(".message").count()
+    refusing.socket.close()
+    eventually(page, lambda: refusing.sockets == 2)
+    page.wait_for_timeout(500)  # for what might be looked at then
+    assert page.locator(".message").count() == messages
+    assert retry(page).is_visible()
+    refusing.on = False
+    retry(page).click()
+    wait_text(page, "One." if op == "regenerate" else "Two.")
+    wait_done(page)
+    assert page.locator(".message").count() == messages
+
+
+@pytest.mark.parametrize("op", ["send", "regenerate"])
+def test_after_a_refused_turn_another_message_can_be_sent(contexts: Callable[..., Any], site: Site, op: str) -> None:
+    context = contexts(site)
+    refusing = Refusing(context)
+    page = open_chat(context)
+    say(page, "One.", "First")
+    wait_done(page)
+    refusing.on = True
+    if op == "send":
+        ask(page, "Second")
+    else:
+        last_answer(page).locator("[data-act=regenerate]").click()
+    page.wait_for_selector(".answer.failed")
+    refusing.on = False
+    say(page, "Three.", "Third")
+    wait_text(page, "Three.")
+    wait_done(page)
+    assert page.locator(".message").count() == 4
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert page.locator(".message").count() == 4
+
+
+def test_a_refused_message_can_be_changed_and_sent(contexts: Callable[..., Any], site: Site) -> None:
+    context = contexts(site)
+    refusing = Refusing(context)
+    page = open_chat(context)
+    refusing.on = True
+    ask(page, "Frist")
+    page.wait_for_selector(".answer.failed")
+    refusing.on = False
+    page.focus("#input")
+    page.keyboard.press("ArrowUp")
+    page.locator(".editor textarea").fill("First [[say:One.]]")
+    page.locator(".editor textarea").press("Enter")
+    wait_text(page, "One.")
+    wait_done(page)
+    assert page.locator(".message").count() == 2
+
+
+def test_enter_in_the_search_opens_what_was_searched_for(contexts: Callable[..., Any], site: Site) -> None:
+    """However fast: not the first of the list as it was before."""
+    site.add_user("fast")
+    page = open_chat(contexts(site, "fast"))
+    say(page, "Zebra.", "About animals")
+    wait_done(page)
+    page.click("#new-chat")
+    say(page, "Basalt.", "About stones")
+    wait_done(page)
+    page.keyboard.press("Control+k")
+    page.evaluate(
+        """() => { const search = document.querySelector('#search'); search.value = 'zebra';
+        search.dispatchEvent(new Event('input', {bubbles: true}));
+        search.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true, cancelable: true})); }"""
+    )
+    wait_text(page, "Zebra.")
+    # A new name shows at once, too.
+    row = page.locator(".row-item", has_text="About animals")
+    row.locator(".more").click()
+    page.click("#row-menu [data-act=rename]")
+    page.fill("#rename-input", "Stripes")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelector('.row-item .name').textContent === 'Stripes'", timeout=3_000)
+
+
+class Held:
+    """Replies to one kind of call that are kept back until a test lets them go."""
+
+    def __init__(self, page: Any, method: str) -> None:
+        self.routes: list[Any] = []
+        self._page, self._method = page, method
+        page.route("**/chat/conversations/*", self._asked)
+
+    def _asked(self, route: Any) -> None:
+        if route.request.method == self._method:
+            self.routes.append(route)
+        else:
+            route.continue_()
+
+    def release(self) -> None:
+        with self._page.expect_response(lambda r: r.request.method == self._method):
+            self.routes.pop().continue_()
+
+
+@pytest.fixture
+def two(contexts: Callable[..., Any], site: Site) -> Any:
+    """A page that shows the second of two conversations, whose answer has two versions."""
+    page = open_chat(contexts(site))
+    say(page, "One.", "Conversation one")
+    wait_done(page)
+    page.click("#new-chat")
+    say(page, "Two.", "Conversation two")
+    wait_done(page)
+    last_answer(page).locator("[data-act=regenerate]").click()
+    page.wait_for_selector(".answer .branches:not([hidden])")
+    wait_done(page)
+    return page
+
+
+def to_one(page: Any) -> None:
+    page.locator(".row-item", has_text="Conversation one").first.locator("a").click()
+    wait_text(page, "One.")
+
+
+def test_a_late_reply_to_a_change_leaves_the_next_conversation_alone(two: Any) -> None:
+    held = Held(two, "PATCH")
+    two.select_option("#model", "scripted")
+    eventually(two, lambda: held.routes)
+    to_one(two)
+    held.release()
+    say(two, "Three.", "More of one")
+    wait_text(two, "Three.")
+    wait_done(two)
+    assert two.locator(".message").count() == 4
+    assert two.locator("#title").inner_text().startswith("Conversation one")
+
+
+def test_a_branch_that_comes_late_is_not_shown_in_the_next_conversation(two: Any) -> None:
+    held = Held(two, "PATCH")
+    last_answer(two).locator("[data-act=previous]").click()
+    eventually(two, lambda: held.routes)
+    to_one(two)
+    held.release()
+    two.wait_for_timeout(300)
+    assert answer_text(two) == "One."
+    assert two.locator("#title").inner_text().startswith("Conversation one")
+
+
+def test_a_conversation_that_cannot_be_fetched_leaves_the_address_alone(two: Any) -> None:
+    """What is shown and where the next message goes stays what the address says."""
+    shown = two.url
+    two.route("**/chat/conversations/*", lambda route: route.abort())
+    two.locator(".row-item", has_text="Conversation one").first.locator("a").click()
+    two.wait_for_selector("#connection:not([hidden])")
+    assert two.url == shown
+    two.unroute("**/chat/conversations/*")
+    to_one(two)
+    assert two.url != shown
+    assert two.locator("#connection").is_hidden()
+
+
+def test_deleted_in_another_tab_in_mid_answer(contexts: Callable[..., Any], site: Site) -> None:
+    context = contexts(site)
+    one = open_chat(context)
+    say(one, counted(400), "Soon gone")
+    wait_text(one, "beta1")
+    two = open_chat(context, one.url)
+    two.locator(".row-item.current .more").click()
+    two.click("#row-menu [data-act=delete]")
+    two.click("#confirm [value=ok]")
+    site.wait_quiet(2.0)
+    one.wait_for_selector("#empty:not([hidden])", timeout=5_000)
+    one.wait_for_function("() => !document.querySelector('#list').textContent.includes('Soon gone')", timeout=5_000)
+    assert "/c/" not in one.url
+
+
+def test_signing_in_again_leads_back_to_the_conversation(contexts: Callable[..., Any], site: Site) -> None:
+    context = contexts(site)
+    page = open_chat(context)
+    say(page, "One.")
+    wait_done(page)
+    path = page.url.removeprefix(site.url)
+    context.clear_cookies(name="sessionid")
+    page.fill("#search", "anything")
+    page.wait_for_url("**/login/**")
+    assert page.url.endswith(f"?next={path}"), page.url
+
+
+def test_half_a_character_is_no_message_that_hangs(page: Any) -> None:
+    page.evaluate(
+        """() => { const input = document.querySelector('#input'); input.value = 'Half \\ud83d [[say:ok]]';
+        input.dispatchEvent(new Event('input', {bubbles: true})); }"""
+    )
+    page.press("#input", "Enter")
+    wait_done(page, 5_000)
+    assert answer_text(page) == "ok"
