@@ -21,6 +21,8 @@ const PING_AFTER = 15000;
 const PONG_WITHIN = 8000;
 /** Closing codes after which connecting again cannot help. */
 const FINAL_CODES = new Set([4401, 4403, 4404]);
+/** The closing code of a message that was too big: it would be so again. */
+const TOO_BIG = 1009;
 
 /** A reference that no other stream of this user has. */
 export function newRef() {
@@ -40,6 +42,7 @@ export class SluiceStream {
     this.handlers = handlers;
     /** Set once the server has accepted the request. */
     this.requestId = request.request_id ?? null;
+    this.accepted = false;
     /** Sequence number of the last event that carried one. */
     this.seq = request.after ?? 0;
     this.ended = false;
@@ -61,7 +64,10 @@ export class SluiceStream {
   }
 
   take(event) {
-    if (event.type === "accepted") this.requestId = event.request_id ?? this.requestId;
+    if (event.type === "accepted") {
+      this.accepted = true;
+      this.requestId = event.request_id ?? this.requestId;
+    }
     if (typeof event.seq === "number") {
       // After an attach the server may repeat what is here already.
       if (event.type === "delta" && event.seq <= this.seq) return;
@@ -69,7 +75,11 @@ export class SluiceStream {
     }
     if (event.type === "detached" || (event.type === "error" && event.error?.code === "detached")) {
       // The server lets go while the generation goes on: take it up again, there or elsewhere.
-      setTimeout(() => this.client.transmit(this.resume()), 400);
+      const socket = this.client.socket;
+      setTimeout(() => {
+        // A new socket has taken up every stream already.
+        if (this.client.socket === socket) this.client.transmit(this.resume());
+      }, 400);
       return;
     }
     if (event.type === "done" || event.type === "error") this.end();
@@ -128,7 +138,7 @@ export class SluiceClient extends EventTarget {
 
   connect() {
     this.wanted = true;
-    if (!this.socket && !this.timer) this.open();
+    if (!this.socket && !this.timer && this.state !== "connecting") this.open();
   }
 
   /** Close for good. 4001 tells the server that the page goes, so that it need not wait for it. */
@@ -175,6 +185,7 @@ export class SluiceClient extends EventTarget {
     let socket;
     try {
       const ticket = this.options.ticket && (await this.options.ticket());
+      if (!this.wanted) return; // closed meanwhile
       socket = new WebSocket(this.url, ticket ? [...protocols, `sluice.ticket.${ticket}`] : protocols);
     } catch {
       this.again();
@@ -216,9 +227,18 @@ export class SluiceClient extends EventTarget {
       this.become("closed");
       this.dispatchEvent(new CustomEvent("refused", { detail: { code } }));
     } else if (this.wanted) {
+      if (code === TOO_BIG) this.refuse();
       this.again();
     } else {
       this.become("closed");
+    }
+  }
+
+  /** End the streams whose request the server has not taken. */
+  refuse() {
+    const error = { code: "message_too_big", message: "This is more than the server takes in one message." };
+    for (const stream of [...this.streams.values()]) {
+      if (!stream.accepted && stream.request.type === "generate") stream.take({ type: "error", id: stream.id, error });
     }
   }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,3 +62,63 @@ def test_takes_a_stream_up_again_after_a_lost_connection(contexts: Callable[...,
     cut.up = True
     page.evaluate("() => window.over")
     assert page.evaluate("window.got") == text
+
+
+MOCKED = """async (options) => {
+  const {SluiceClient} = await import('/static/sluice/client/sluice.js');
+  window.client = new SluiceClient('/ws/v1/stream', options.ticket ? {
+    ticket: () => new Promise((resolve) => setTimeout(() => resolve(''), 200)) } : {});
+  window.events = [];
+  const note = (event) => window.events.push(event.type);
+  for (const text of options.texts) {
+    client.generate({model: 'scripted', messages: [{role: 'user', content: text}]},
+                    {accepted: note, delta: note, done: note, error: note});
+  }
+}"""
+
+
+def test_one_socket_however_much_is_asked_while_a_ticket_is_fetched(page: Any) -> None:
+    sockets: list[str] = []
+    page.on("websocket", lambda socket: sockets.append(socket.url))
+    page.evaluate(MOCKED, {"ticket": True, "texts": ["[[say:a]]", "[[say:b]]", "[[say:c]]"]})
+    page.wait_for_function("() => window.events.filter(type => type === 'done').length === 3")
+    assert [url for url in sockets if url.endswith("/ws/v1/stream")] == sockets[-1:]
+    # Closed while it waits for a ticket, it stays closed.
+    page.evaluate(MOCKED, {"ticket": True, "texts": ["[[say:a]]"]})
+    page.evaluate("() => window.client.close()")
+    page.wait_for_timeout(500)
+    assert len(sockets) == 1
+
+
+def test_a_stream_is_taken_up_once_however_fast_the_next_socket_is(contexts: Callable[..., Any], site: Site) -> None:
+    """A server that leaves lets go of a stream, then closes; the next one is there at once."""
+    context = contexts(site)
+    heard: list[dict[str, Any]] = []
+
+    def opened(socket: Any) -> None:
+        def sent(text: str) -> None:
+            message = json.loads(text)
+            heard.append(message)
+            if message["type"] == "generate":
+                socket.send(json.dumps({"type": "accepted", "id": message["id"], "request_id": "r", "model": "m"}))
+                error = {"code": "detached", "message": "letting go"}
+                socket.send(json.dumps({"type": "error", "id": message["id"], "error": error}))
+                socket.close(code=1012)
+
+        socket.on_message(sent)
+
+    context.route_web_socket("**/ws/v1/stream", opened)
+    page = open_chat(context)
+    page.evaluate(MOCKED, {"texts": ["hello"]})
+    page.wait_for_timeout(1000)
+    assert [message["type"] for message in heard] == ["generate", "attach"]
+
+
+def test_what_is_too_big_for_the_server_fails_and_is_not_sent_again(page: Any) -> None:
+    sockets: list[str] = []
+    page.on("websocket", lambda socket: sockets.append(socket.url))
+    page.evaluate(MOCKED, {"texts": ["x" * 1_100_000]})
+    page.wait_for_function("() => window.events.length")
+    assert page.evaluate("window.events") == ["error"]
+    page.wait_for_timeout(500)
+    assert len(sockets) <= 2
