@@ -71,14 +71,15 @@ class Merged:
     def __init__(self, path: str, *, own: bool = True) -> None:
         self._path = path
         self._own = own
-        self._files = _Collector(None, path)
 
     def describe(self) -> Iterable[Metric]:
         return []
 
     def collect(self) -> Iterable[Metric]:
         with locked(self._path):
-            found = {metric.name: metric for metric in self._files.collect()}
+            # One that has just been made, or whose process was killed just then, is empty.
+            files = [str(file) for file in Path(self._path).glob("*.db") if file.stat().st_size]
+            found = {metric.name: metric for metric in _Collector.merge(files)}
         if self._own and values.ValueClass is values.MutexValue:
             # This process was started without a folder and made one for its children.
             for metric in REGISTRY.collect():
@@ -115,7 +116,7 @@ def bury(path: str) -> int:
         kind, _, pid = file.stem.rpartition("_")
         if not pid.isdigit() or _alive(int(pid)):
             continue
-        if kind in ("counter", "histogram", "summary"):
+        if kind in ("counter", "histogram", "summary") and file.stat().st_size:
             _add(file, Path(path) / f"{kind}_{GONE}.db")
         file.unlink()  # a gauge of a process that is gone says nothing
         buried += 1

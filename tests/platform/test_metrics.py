@@ -296,6 +296,15 @@ def merged(folder: Path) -> bytes:
         return generate_latest(registry)
 
 
+def test_an_empty_file_spoils_no_scrape(tmp_path: Path) -> None:
+    """Of a process that is just making it, or was killed while it did."""
+    count_in_a_process(tmp_path, 3)
+    (tmp_path / f"histogram_{os.getpid()}.db").touch()
+    (tmp_path / "counter_999999999.db").touch()
+    assert gauge(merged(tmp_path), 'sluice_reaped_total{kind="deadline"}') == 3
+    assert not (tmp_path / "counter_999999999.db").exists()
+
+
 def test_a_pools_exporter_adds_what_it_counted_in_memory(tmp_path: Path) -> None:
     count_in_a_process(tmp_path, 2)
     own = value("sluice_reaped_total", kind="deadline")
