@@ -27,6 +27,7 @@ parent, settings), ``edit`` (message, text), ``regenerate`` (message), ``continu
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any
 from weakref import WeakSet
@@ -47,6 +48,8 @@ from apps.chat.turns import Turn
 from inference.errors import NotServing, SluiceError, StoreUnavailable
 from sluice import runtime
 from sluice.consumers import StreamingWebSocketConsumer
+
+logger = logging.getLogger("sluice.chat")
 
 MIN_PAUSE = 0.05
 """Shortest time between two renderings sent to one page, seconds."""
@@ -119,6 +122,12 @@ class ChatConsumer(StreamingWebSocketConsumer):
             await self._error(ref, str(exc), "unavailable")
         except DatabaseError:
             await self._error(ref, "The database does not answer. Try again in a moment.", "unavailable")
+        except ConnectionError:
+            raise
+        except Exception:
+            # The edge of a message. Unanswered, the page would send it again, on every new socket.
+            logger.exception("chat message not handled", extra={"event": "socket_error"})
+            await self._error(ref, "Something went wrong on the server.", "internal")
 
     async def on_close(self, code: int) -> None:
         _sockets.discard(self)
@@ -249,7 +258,7 @@ class ChatConsumer(StreamingWebSocketConsumer):
                 await self.send_json({"type": "queued", "id": ref, "position": recording.position})
             position = recording.position
             begin = time.monotonic()
-            content = shown.advance(recording.blocks())
+            content = shown.advance(await recording.show())
             if content is not None:
                 await self.send_json(
                     {

@@ -9,24 +9,28 @@ answer fetches nothing from anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from html import escape
 from typing import Any
 
 import nh3
+import pygments
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 from markdown_it.utils import EnvType, OptionsDict
-from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexer import Lexer
 from pygments.lexers import get_lexer_by_name
+from pygments.token import Text
 from pygments.util import ClassNotFound
 
 HIGHLIGHT_LIMIT = 60_000
 """Longest code, in characters, that is highlighted; longer code is shown plain."""
+HIGHLIGHT_SECONDS = 0.25
+"""Longest time of a thread's own that goes into highlighting a piece of code; the rest of it is shown plain."""
 
 _TAGS = {"p", "br", "hr", "strong", "em", "s", "del", "code", "pre", "span", "a"} | {
     "blockquote",
@@ -128,12 +132,23 @@ def code_lines(code: str, lang: str) -> list[str]:
     lexer = _lexer(lang) if lang and len(code) <= HIGHLIGHT_LIMIT else None
     if lexer is None:
         return escape(code, quote=False).split("\n")
-    lines = highlight(code, lexer, _FORMATTER).split("\n")
+    lines = pygments.format(_tokens(code, lexer), _FORMATTER).split("\n")
     want = code.count("\n") + 1
     # The formatter ends every line with a newline, so one empty line hangs over.
     while len(lines) > want and not lines[-1]:
         lines.pop()
     return lines
+
+
+def _tokens(code: str, lexer: Lexer) -> Iterator[tuple[Any, str]]:
+    # Some lexers look through all the rest for the end of each thing that begins: thousands of beginnings
+    # would keep a process busy for minutes.
+    end = time.thread_time() + HIGHLIGHT_SECONDS
+    for index, kind, text in lexer.get_tokens_unprocessed(code):
+        yield kind, text
+        if time.thread_time() > end:
+            yield Text, code[index + len(text) :]
+            return
 
 
 def code_html(code: str, lang: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -12,6 +13,10 @@ from apps.chat.live import Block, LiveMarkdown
 from apps.chat.models import Message
 from inference.lifecycle import Reason
 from inference.messages import Frame
+from sluice import runtime
+
+SLOW_RENDER = 0.02
+"""A rendering that takes longer than this, seconds, makes the next one leave the event loop."""
 
 
 class Recording:
@@ -52,6 +57,8 @@ class Recording:
         self._resumed = False
         self._live = LiveMarkdown()
         self._rendered = -1
+        self._rendering = asyncio.Lock()
+        self._at_work = threading.Lock()  # a watcher may leave while its rendering goes on
         self._changed = asyncio.Event()
 
     @classmethod
@@ -141,11 +148,20 @@ class Recording:
         while self.version == version:
             await self._changed.wait()
 
+    async def show(self) -> list[Block]:
+        """:meth:`blocks`; where they have become costly, off the event loop, which serves everybody."""
+        async with self._rendering:
+            if self.render_seconds < SLOW_RENDER:
+                return list(self.blocks())
+            return list(await runtime.offload(self.blocks))
+
     def blocks(self) -> list[Block]:
         """The text so far, rendered once for all watchers."""
-        if self._rendered != self.version:
-            self._rendered = self.version
-            begin = time.perf_counter()
-            self._live.update(self.text)
-            self.render_seconds = time.perf_counter() - begin
-        return self._live.blocks
+        with self._at_work:
+            live = self._live
+            if self._rendered != self.version:
+                self._rendered = self.version
+                begin = time.perf_counter()
+                live.update(self.text)
+                self.render_seconds = time.perf_counter() - begin
+            return live.blocks

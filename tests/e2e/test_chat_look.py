@@ -69,7 +69,7 @@ def test_axe_finds_nothing(
         page.wait_for_timeout(300)
     page.locator(".row-item .more").first.click()
     assert violations(page) == [], "menu"
-    for path in ("/accounts/keys/", "/accounts/password/"):
+    for path in ("/accounts/keys/", "/accounts/usage/", "/accounts/password/"):
         if page.goto(path).status == 200:
             assert violations(page) == [], path
 

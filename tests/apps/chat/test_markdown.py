@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apps.chat.live import LiveMarkdown, Shown, complete, complete_content
-from apps.chat.markdown import render
+from apps.chat.markdown import HIGHLIGHT_SECONDS, code_lines, render
 
 TAGS = (
     {"p", "br", "hr", "strong", "em", "s", "del", "code", "pre", "span", "a", "blockquote"}
@@ -206,6 +206,15 @@ def test_long_code_is_not_highlighted_anew_each_time() -> None:
     early = cost(9_000)
     late = cost(len(code) - 400)
     assert late < 6 * early + 0.02
+
+
+def test_code_that_a_lexer_takes_minutes_for_is_shown_all_the_same() -> None:
+    """Perl's looks for the end of each ``s{`` in all that follows: 25,000 of them took a minute."""
+    code = "my $x = 1;\n" + "s{\n" * 15_000
+    start = time.thread_time()
+    lines = code_lines(code, "perl")
+    assert time.thread_time() - start < 4 * HIGHLIGHT_SECONDS
+    assert len(lines) == 15_001 and "<span" in lines[0] and lines[-1] == "s{"
 
 
 def test_markdown_that_people_use() -> None:

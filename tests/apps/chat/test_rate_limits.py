@@ -102,3 +102,23 @@ async def test_a_message_that_can_never_fit_says_so(deploy: Deploy, ada: Any) ->
 )  # fmt: skip
 def test_times_are_never_shorter_than_they_are(seconds: float, words: str) -> None:
     assert _in_words(seconds) == words
+
+
+async def test_a_message_that_fails_unforeseen_is_answered(
+    deploy: Deploy,
+    ada: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a conversation is deleted just as it is written to, for one. Unanswered, it is sent for ever."""
+
+    def gone(*args: Any) -> Any:
+        raise Message.DoesNotExist
+
+    gateway, _ = await deploy().both()
+    with runtime.replaced(gateway):
+        socket = await open_chat(ada)
+        monkeypatch.setattr("apps.chat.turns.start_turn", gone)
+        await socket.send_json_to({"type": "generate", "id": "one", "op": "send", "text": "hello"})
+        answer = await socket.receive_json_from(TIMEOUT)
+        assert (answer["type"], answer["id"], answer["error"]["code"]) == ("error", "one", "internal")
+        await socket.disconnect(timeout=TIMEOUT)
