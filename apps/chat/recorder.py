@@ -290,9 +290,12 @@ class Recorder:
                 await asyncio.sleep(1)
 
     async def _checkpoint(self, recording: Recording) -> None:
-        await database_sync_to_async(writing.checkpoint)(
+        saved = await database_sync_to_async(writing.checkpoint)(
             recording.message_id, recording.request_id, **recording.progress()
         )
+        if not saved and not await Message.objects.filter(id=recording.message_id).aexists():
+            # Deleted, by a page or with its user: nobody can read the rest.
+            await self.stop(recording, Reason.CLIENT_GONE)
 
     # -- ends --------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ def _clean_setting(name: str, value: Any) -> Any:
         limit = 120 if name == "model" else SYSTEM_LIMIT
         if not isinstance(value, str) or len(value) > limit:
             raise ChatError(f"{name} must be text of at most {limit:,} characters.")
-        return value
+        return value.replace("\x00", "")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ChatError(f"{name} must be a number.")
     if name == "max_tokens":
@@ -102,7 +102,7 @@ def update_conversation(user: Any, conversation_id: Any, changes: dict[str, Any]
     conversation = get_conversation(user, conversation_id)
     fields: list[str] = []
     if "title" in changes:
-        title = " ".join(str(changes["title"]).split())[:TITLE_LENGTH]
+        title = _one_line(changes["title"], TITLE_LENGTH)
         if not title:
             raise ChatError("A title needs at least one character.")
         conversation.title = title
@@ -128,8 +128,13 @@ def update_conversation(user: Any, conversation_id: Any, changes: dict[str, Any]
     return conversation
 
 
+def _one_line(value: Any, limit: int) -> str:
+    # PostgreSQL stores no NUL in a text.
+    return " ".join(str(value).replace("\x00", "").split())[:limit]
+
+
 def save_preset(user: Any, name: Any, settings: Any) -> Preset:
-    name = " ".join(str(name or "").split())[:60]
+    name = _one_line(name or "", 60)
     if not name:
         raise ChatError("A preset needs a name.")
     values = clean_settings(settings)

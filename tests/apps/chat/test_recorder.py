@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from apps.chat import turns
 from apps.chat.models import Message
 from apps.chat.recorder import Caller, Recorder
 from apps.chat.recording import Recording
+from inference.config import Config
 from inference.messages import Frame
+from sluice import runtime
+from tests.core.conftest import Deploy, deploy  # noqa: F401
 
 SECRET = "a question that no log may show"
 
@@ -69,3 +73,29 @@ async def test_an_answer_that_is_deleted_while_it_is_watched_is_let_go(answer: M
         while not recording.released:
             await recording.wait_change(recording.version)
     assert recording.over
+
+
+async def test_a_generation_whose_answer_is_deleted_is_stopped(
+    deploy: Deploy,
+    transactional_db: Any,
+    make_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However it was deleted, with its user for one: nobody could read the rest."""
+    models = "scripted=scripted:rate=20,say=1"
+    monkeypatch.setattr(runtime, "_config", make_config(models=models))
+    gateway, _ = await deploy(models=models).both()
+    user = await sync_to_async(get_user_model().objects.create_user)("ada", password="x")
+    body = {"text": f"[[say:{'long ' * 400}]]"}
+    turn = await sync_to_async(turns.start_turn)(user, "send", body, "ref", "scripted")
+    with runtime.replaced(gateway):
+        recorder = Recorder(gateway)
+        recording = recorder.start(turn, Caller(user_id=user.pk, owner=f"user:{user.pk}"))
+        recorder.watch(recording, object())
+        async with asyncio.timeout(20):
+            while recording.tokens < 3:
+                await recording.wait_change(recording.version)
+            await sync_to_async(user.delete)()
+            while not recording.over:
+                await recording.wait_change(recording.version)
+        assert await gateway.views.count() == 0

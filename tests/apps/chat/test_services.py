@@ -265,3 +265,26 @@ def test_the_page_needs_no_inline_script(user: Any) -> None:
     assert "style=" not in html and " onclick=" not in html
     assert html.count("<script") == 3  # theme, app, and data that is no script
     assert "script-src 'self'" in page["Content-Security-Policy"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    ['{"title": "half \\ud83d"}', '{"settings": {"max_tokens": Infinity}}', '{"settings": {"max_tokens": 1e999}}'],
+)
+def test_what_no_database_takes_is_refused(user: Any, body: str) -> None:
+    turn = start(user, text="hi")
+    client = Client()
+    client.force_login(user)
+    response = client.patch(f"/chat/conversations/{turn.conversation.id}", body, content_type="application/json")
+    assert response.status_code == 400, response.content
+    assert response.json()["error"]["code"] == "invalid"
+
+
+def test_the_character_nul_is_left_out(user: Any) -> None:
+    """PostgreSQL stores it neither in a text nor in JSON."""
+    turn = start(user, text="hi")
+    changed = services.update_conversation(
+        user, turn.conversation.id, {"title": "a\x00b", "settings": {"system": "x\x00y"}}
+    )
+    assert (changed.title, changed.settings) == ("ab", {"system": "xy"})
+    assert services.save_preset(user, "n\x00", {}).name == "n"
