@@ -9,7 +9,7 @@ from apps.api import prompts
 from apps.api import tools as toolkit
 from apps.api.errors import invalid
 from apps.api.schema.generation import JsonObjectFormat, JsonSchemaFormat, ResponseFormat
-from inference.engine.grammar_check import validate_grammar
+from inference.engine.grammar_check import check_patterns, validate_grammar
 from inference.messages import Grammar
 
 MAX_SCHEMA_BYTES = 65536
@@ -19,8 +19,19 @@ def constraint(wanted: ResponseFormat | None, use: toolkit.ToolUse | None) -> Gr
     """The grammar that a request's answers obey; ``None`` where they are free.
 
     Raises:
-        ApiError: the schema is too large.
+        ApiError: the schema is too large, or nested too deeply.
     """
+    param = "tools" if use is not None else "response_format"
+    try:
+        made = _grammar(wanted, use)
+    except RecursionError:
+        raise invalid("The schema is nested too deeply.", param, "invalid_value") from None
+    if made is not None and len(made.spec) > MAX_SCHEMA_BYTES:
+        raise invalid(f"The schema is larger than {MAX_SCHEMA_BYTES} characters.", param, "invalid_value")
+    return made
+
+
+def _grammar(wanted: ResponseFormat | None, use: toolkit.ToolUse | None) -> Grammar | None:
     schema: dict[str, Any] | None = None
     if isinstance(wanted, JsonSchemaFormat):
         schema = wanted.json_schema.schema
@@ -28,17 +39,15 @@ def constraint(wanted: ResponseFormat | None, use: toolkit.ToolUse | None) -> Gr
         schema = {"type": "object"}
     if use is not None:
         made = toolkit.grammar(use, schema)
-    elif isinstance(wanted, JsonSchemaFormat):
-        made = Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
-    else:
-        made = Grammar("json_object") if schema else None
-    if made is not None and len(made.spec) > MAX_SCHEMA_BYTES:
-        raise invalid(
-            f"The schema is larger than {MAX_SCHEMA_BYTES} characters.",
-            "tools" if use is not None else "response_format",
-            "invalid_value",
-        )
-    return made
+        for each in [schema, *map(toolkit.parameters, use.tools)] if made is not None else ():
+            try:
+                check_patterns(each)
+            except ValueError as exc:
+                raise invalid(f"The schema can not be used: {exc}", "tools", "invalid_value") from None
+        return made
+    if isinstance(wanted, JsonSchemaFormat):
+        return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
+    return Grammar("json_object") if schema else None
 
 
 async def check(grammar: Grammar) -> None:

@@ -21,6 +21,34 @@ _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_s
 """JSON without free white space: small models otherwise drift into endless blanks."""
 
 
+MAX_JOINED_PATTERNS = 8
+"""Most patterns in a schema that joins parts: whether n of them exclude each other takes time exponential in n."""
+
+
+def check_patterns(schema: Any) -> None:
+    """Refuse a schema whose check would keep a thread for hours.
+
+    Raises:
+        ValueError: it joins parts (``allOf``, or ``$ref`` beside a pattern) and has too many patterns.
+        RecursionError: it is nested too deeply.
+    """
+    patterns, joins = _patterns(schema)
+    if joins and patterns > MAX_JOINED_PATTERNS:
+        raise ValueError(f"A schema with allOf may have {MAX_JOINED_PATTERNS} patterns; this one has {patterns}.")
+
+
+def _patterns(schema: Any) -> tuple[int, bool]:
+    if isinstance(schema, list):
+        inner = [_patterns(each) for each in schema]
+    elif isinstance(schema, dict):
+        inner = [_patterns(each) for each in schema.values()]
+        own = isinstance(schema.get("pattern"), str)
+        inner.append((int(own), "allOf" in schema or (own and "$ref" in schema)))
+    else:
+        return 0, False
+    return sum(count for count, _ in inner), any(joins for _, joins in inner)
+
+
 def compile_source(grammar: Grammar) -> str:
     """The llguidance source of a grammar; its syntax is not checked here.
 
@@ -74,6 +102,7 @@ def _schema_source(spec: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError("The JSON schema must be a JSON object.")
+    check_patterns(schema)
     return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_STYLE)
 
 

@@ -184,3 +184,18 @@ async def test_bias_against_the_only_allowed_token_fails_alone(rig: Rig) -> None
     answer = await rig.run(job("x", grammar=Grammar("choice", '["yes"]'), logit_bias={ord("y"): -100.0}))
     assert answer.finish == "error" and answer.ids == []
     await rig.quiet()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("joined", [True, False])
+def test_patterns_that_would_take_hours_to_join_are_refused(joined: bool) -> None:
+    patterns = [{"type": "string", "pattern": f"^.*a.{{{i}}}.*$"} for i in range(40)]
+    if joined:
+        schema: dict[str, Any] = {"properties": {"a": {"allOf": patterns}}}
+    else:  # each refers to the next one
+        parts = {f"p{i}": {**part, "$ref": f"#/$defs/p{i + 1}"} for i, part in enumerate(patterns)}
+        schema = {"properties": {"a": {"$ref": "#/$defs/p0"}}, "$defs": {**parts, "p40": {"type": "string"}}}
+    with pytest.raises(ValueError, match="40"):
+        validate_grammar(Grammar("json_schema", json.dumps({"type": "object", **schema})))
+    several = {f"p{i}": part for i, part in enumerate(patterns)}
+    validate_grammar(Grammar("json_schema", json.dumps({"type": "object", "properties": several})))
