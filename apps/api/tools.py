@@ -151,10 +151,25 @@ def grammar(use: ToolUse, content: dict[str, Any] | None = None) -> Grammar | No
 def _call_schema(tool: Tool) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.function.name}, "arguments": parameters(tool)},
+        "properties": {
+            "name": {"const": tool.function.name},
+            "arguments": _moved(parameters(tool), "#/properties/arguments"),
+        },
         "required": ["name", "arguments"],
         "additionalProperties": False,
         "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    }
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema whose references (``#/$defs/...``) still hold where it has become a part of another one."""
+    if isinstance(schema, list):
+        return [_moved(each, to) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: to + value[1:] if key == "$ref" and isinstance(value, str) and value[:1] == "#" else _moved(value, to)
+        for key, value in schema.items()
     }
 
 

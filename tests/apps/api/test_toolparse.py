@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from apps.api import tools
 from apps.api.render.chat import whole_calls
+from apps.api.schema.messages import Function, Tool
 from apps.api.toolparse import CallDelta, ToolParser
+from inference.engine.grammar_check import validate_grammar
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris {\\"}"}}\n</tool_call>'
 
@@ -74,3 +78,17 @@ def test_the_name_is_known_before_the_arguments_are() -> None:
     first = parser.feed(CALL[:53]).calls
     assert first[0].name == "get_weather"
     assert first[0].id
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_the_schema_of_a_function_may_refer_to_its_own_parts(choice: str) -> None:
+    part = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/Part"}, {"type": "null"}]}}}
+    schema = {"type": "object", "properties": {"part": {"$ref": "#/$defs/Part"}, "whole": {"$ref": "#"}}}
+    function = Function(name="f", strict=True, parameters={**schema, "$defs": {"Part": part}})
+    use = tools.resolve([Tool(type="function", function=function)], choice, None)
+    assert use is not None
+    made = tools.grammar(use)
+    assert made is not None
+    validate_grammar(made)
+    # "whole" is the arguments again, not the call that they are a part of.
+    assert made.spec.count('"#/properties/arguments"') == 1
