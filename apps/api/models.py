@@ -66,6 +66,8 @@ def keep(response_id: str, owner: str, conversation: list[Any], response: dict[s
 
 def find(response_id: str) -> KeptResponse | None:
     """A response that is still kept."""
+    if not response_id.isprintable():
+        return None  # PostgreSQL takes no NUL, and none of ours has anything of the kind
     kept: KeptResponse | None = KeptResponse.objects.current().filter(pk=response_id).first()
     return kept
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 from django.contrib.auth import get_user_model
 from django.test import Client
 from django.urls import reverse
@@ -435,3 +435,9 @@ async def test_quotas_of_key_and_user() -> None:
     cookie, _ = await sync_to_async(signed_in)(user)
     by_session = await authenticate(http("GET", {"Cookie": cookie}))
     assert by_session is not None and by_session.quotas == principal.quotas[1:]
+
+
+def test_a_session_with_nul_in_its_name_costs_no_query(django_assert_num_queries: Any) -> None:
+    # PostgreSQL would not take it, and the caller would be told that the database is away.
+    with django_assert_num_queries(0):
+        assert async_to_sync(authenticate)(http("GET", {"Cookie": 'sessionid="abcdefgh\\000ijkl"'})) is None

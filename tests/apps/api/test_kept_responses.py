@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from apps.api import models
 from tests.apps.api.asking import RESPONSES
 from tests.apps.api.live import Site
 from tests.conftest import ROOT
@@ -56,3 +58,9 @@ async def test_any_text_is_kept_and_continued(site: Site) -> None:
         more = {**asked, "input": "go on", "previous_response_id": first["id"], "max_output_tokens": 2}
         second = (await client.post(RESPONSES, json=more)).json()
     assert second["usage"]["input_tokens"] > first["usage"]["total_tokens"]
+
+
+@pytest.mark.django_db
+def test_an_id_with_nul_costs_no_query(django_assert_num_queries: Any) -> None:
+    with django_assert_num_queries(0):  # PostgreSQL would refuse it, and the caller would be told that it is away
+        assert models.find("resp_\0") is None
