@@ -70,12 +70,17 @@ class Conversation:
     def _stream(self) -> Iterator[str]:
         body = {"model": self.model, "messages": self.messages, "stream": True, **self.options}
         try:
-            with self.client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            content = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as exc:  # NaN, or what was no text in the terminal's encoding
+            raise TerminalError(f"That can not be sent: {exc}.") from exc
+        kind = {"Content-Type": "application/json"}
+        try:
+            with self.client.stream("POST", "/v1/chat/completions", content=content, headers=kind) as reply:
                 if reply.status_code != 200:
                     reply.read()
                     raise TerminalError(_message(reply))
                 done = False
-                for line in reply.iter_lines():
+                for line in _lines(reply):
                     if not line.startswith("data: "):
                         continue
                     if line == "data: [DONE]":
@@ -98,11 +103,11 @@ class Conversation:
         Raises:
             TerminalError: the file can not be written.
         """
-        path = Path(name).expanduser()
         content = {"model": self.model, "messages": self.messages}
         try:
+            path = Path(name).expanduser()
             path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-        except OSError as exc:
+        except (OSError, ValueError, RuntimeError) as exc:  # also: a name or text that is none, a user without a home
             raise TerminalError(f"Not saved: {exc}") from exc
         return path
 
@@ -125,6 +130,14 @@ def choose_model(client: httpx.Client, wanted: str | None = None) -> str:
     if wanted is not None and wanted not in models:
         raise TerminalError(f"There is no model {wanted!r} for this key. There are: {', '.join(models)}.")
     return wanted or models[0]
+
+
+def _lines(reply: httpx.Response) -> Iterator[str]:
+    """The lines of an event stream; httpx would also break them at U+2028 and others, which an answer may hold."""
+    rest = b""
+    for piece in reply.iter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from (line.decode() for line in lines)
 
 
 def _message(reply: httpx.Response) -> str:
@@ -164,6 +177,8 @@ class Terminal:
                 self.handle(line)
             except TerminalError as exc:
                 self.say(f"error: {exc}")
+            except KeyboardInterrupt:  # once more, while the first one was being heeded
+                self.say("")
 
     def handle(self, line: str) -> None:
         """One line: a command or a message."""

@@ -134,3 +134,59 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(site: Site) -> None:
         process.kill()
         process.wait()
         os.close(ours)
+
+
+def test_an_answer_may_hold_what_others_take_for_line_ends(site: Site) -> None:
+    text = "a\u2028b\x85c\x0bd"
+    printed, conversation = talk(site, [f"[[say:{text}]]"], max_tokens=50)
+    assert conversation.messages[-1]["content"] == text
+    assert "error" not in printed
+
+
+def test_what_can_not_be_sent_or_saved_is_said(site: Site) -> None:
+    printed, conversation = talk(site, ["half a pair \ud800", "/save \0", "/save ~nobody-here/x", "[[say:ok]]"])
+    assert printed.count("error: ") == 3
+    assert conversation.messages[-1]["content"] == "ok"
+
+
+def test_a_second_ctrl_c_does_not_end_the_program_either() -> None:
+    class Impatient(Conversation):
+        def ask(self, text: str) -> Any:
+            try:
+                yield "a"
+                raise KeyboardInterrupt
+            finally:
+                raise KeyboardInterrupt
+
+    class Out(io.StringIO):
+        def write(self, text: str) -> int:
+            if text == "a":
+                raise KeyboardInterrupt
+            return super().write(text)
+
+    lines = iter(["hi", "/system", "/quit"])
+    out = Out()
+    with httpx.Client() as client:
+        Terminal(Impatient(client, "demo"), lambda prompt: next(lines), out).run()
+    assert "(none)" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "said"),
+    [
+        (["--url", "http://[::1"], "x", "is no address of a server"),
+        ([], "\u043a\u043b\u044e\u0447", "no API key"),
+        (["--temperature", "nan"], "", "can not be sent"),
+    ],
+)
+def test_what_can_not_work_is_said_without_a_traceback(site: Site, arguments: list[str], key: str, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "manage.py", "chat", "--url", site.url, *arguments],
+        cwd=ROOT,
+        env={**site.env, "SLUICE_API_KEY": key or f"{site.key}\n"},
+        input=b"hi\n\xff\n",
+        capture_output=True,
+        timeout=60,
+    )
+    assert said in (done.stdout + done.stderr).decode()
+    assert b"Traceback" not in done.stderr

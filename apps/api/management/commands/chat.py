@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from argparse import ArgumentParser
 from typing import Any
 
@@ -33,11 +35,15 @@ class Command(SluiceCommand):
         parser.add_argument("--max-tokens", type=int)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        key = options["key"] or os.environ.get("SLUICE_API_KEY", "")
+        key = (options["key"] or os.environ.get("SLUICE_API_KEY", "")).strip()
         if not key:
             raise CommandError(
                 "Give an API key with --key or SLUICE_API_KEY; 'manage.py apikey create LABEL' makes one."
             )
+        if not key.isascii() or not key.isprintable():
+            raise CommandError("That is no API key: it has characters that none has.")
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # a stray byte must not end the conversation
         try:
             import readline  # noqa: F401 - line editing and history where the platform has them
         except ImportError:
@@ -52,5 +58,7 @@ class Command(SluiceCommand):
             ) as client:
                 model = choose_model(client, options["model"])
                 Terminal(Conversation(client, model, options["system"], **chosen), input, self.stdout._out).run()
+        except httpx.InvalidURL as exc:
+            raise CommandError(f"{options['url']!r} is no address of a server: {exc}.") from exc
         except TerminalError as exc:
             raise CommandError(str(exc)) from exc
