@@ -124,3 +124,24 @@ def test_without_async(site: Site) -> None:
         assert client.generate(prompt="a", model="demo", max_tokens=3).wait().usage["completion_tokens"] == 3
         with pytest.raises(GenerationError):
             client.generate(prompt="a", model="demo", max_tokens=0).wait()
+
+
+async def test_what_is_no_json_is_refused_before_it_is_sent(site: Site) -> None:
+    async with AsyncClient(site.url, site.key) as client:
+        for wrong in ({"temperature": float("nan")}, {"stop": "\ud800"}):
+            with pytest.raises(ValueError):
+                await client.generate(prompt="x", model="demo", **wrong)
+        assert (await (await client.generate(prompt="x", model="demo", max_tokens=3)).wait()).finish_reason == "length"
+
+
+async def test_a_message_that_is_too_big_fails_and_the_others_go_on(proxy: Proxy, site: Site) -> None:
+    async with AsyncClient(proxy.url, site.key) as client, asyncio.timeout(30):
+        other = await client.generate(prompt="x", model="slow", max_tokens=30, ignore_eos=True)
+        async for _ in other:
+            break
+        big = await client.generate(prompt="x" * 1_100_000, model="demo")
+        with pytest.raises(GenerationError) as caught:
+            await big.wait()
+        assert (caught.value.status, caught.value.code) == (413, "message_too_big")
+        assert (await other.wait()).finish_reason == "length"
+    assert proxy.connections == 2

@@ -20,6 +20,15 @@ PROTOCOL = "sluice.v1"
 #: Handshakes that no repetition will turn into a success.
 FINAL = frozenset({400, 401, 403, 404})
 FIRST_DELAY, LONGEST_DELAY = 0.2, 5.0
+#: Close code: a message was too big.
+TOO_BIG = 1009
+
+
+def _encoded(message: Mapping[str, Any]) -> str:
+    """A message as strict JSON that can be written as UTF-8; else ValueError."""
+    text = json.dumps(message, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text
 
 
 def _said(exc: InvalidStatus) -> str:
@@ -175,12 +184,14 @@ class AsyncClient:
 
         Raises:
             ConnectionLost: there is no connection, and none can be made.
+            ValueError: a field can not be sent as JSON (NaN, half a surrogate pair).
         """
         self._count += 1
         ref = f"g{self._count}"
         given = {"prompt": prompt, "messages": messages, "model": model, **fields}
         message = {name: value for name, value in given.items() if value is not None}
         message |= {"type": "generate", "id": ref, "resumable": resumable}
+        _encoded(message)
         generation = AsyncGeneration(self, ref, message)
         if self._reader is None or self._reader.done():
             raise ConnectionLost("The client is not connected.")
@@ -192,7 +203,7 @@ class AsyncClient:
         # On a dead connection the reader repeats what matters once there is a new one.
         if self._socket is not None:
             with contextlib.suppress(ConnectionClosed):
-                await self._socket.send(json.dumps(message))
+                await self._socket.send(_encoded(message))
 
     async def _connect(self) -> ClientConnection:
         try:
@@ -219,8 +230,9 @@ class AsyncClient:
                         generation = self._open.get(message.get("id"))
                         if generation is not None:
                             generation._hear(message)
-                except ConnectionClosed:
-                    pass
+                except ConnectionClosed as exc:
+                    if exc.rcvd is not None and exc.rcvd.code == TOO_BIG:
+                        self._give_up_the_longest()
                 await self._reconnect()
         except ConnectionLost as exc:
             self._fail(exc)
@@ -255,6 +267,14 @@ class AsyncClient:
         task = asyncio.create_task(attach(), name=f"sluice attach {ref}")
         self._later.add(task)
         task.add_done_callback(self._later.discard)
+
+    def _give_up_the_longest(self) -> None:
+        """The server closed because of the size of a message: sent again it would close again."""
+        waiting = [generation for generation in self._open.values() if generation.request_id is None]
+        if waiting:
+            error = {"message": "The message is larger than the server takes.", "code": "message_too_big"}
+            longest = max(waiting, key=lambda generation: len(_encoded(generation._message)))
+            longest._end(GenerationError({"status": 413, "error": error}))
 
     def _fail(self, error: Exception) -> None:
         for generation in list(self._open.values()):
