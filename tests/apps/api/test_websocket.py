@@ -242,7 +242,7 @@ async def test_a_dropped_socket_cancels_its_generations(site: Site) -> None:
 async def test_a_message_that_is_no_strict_json_is_answered_under_its_reference(site: Site) -> None:
     async with opened(site) as socket:
         for wrong in ('"temperature": NaN', '"prompt": "\\ud800"', '"max_tokens": Infinity'):
-            await socket.send('{"type": "generate", "id": "a", %s}' % wrong)
+            await socket.send('{"type": "generate", "id": "a", ' + wrong + "}")
             error = await hear(socket)
             assert (error["type"], error["id"], error["status"]) == ("error", "a", 400)
         await socket.send('{"type": "generate", "id": "\\ud800"}')
