@@ -44,7 +44,8 @@ class ServerConfig(EnvSettings, frozen=True, kw_only=True):
         log_format: ``text`` for people, ``json`` for one object per line.
         dead_peer_timeout: how long sent bytes may stay unacknowledged.
         ws_queue: messages of one WebSocket that may wait for its consumer before
-            reading from it pauses.
+            reading from it pauses; so it does where they are together larger than
+            one may be.
         production: insist on a SECRET_KEY, send cookies over TLS only.
         allowed_hosts, csrf_trusted_origins: lists, as Django means them.
         behind_proxy: believe X-Forwarded-For and X-Forwarded-Proto; in production,

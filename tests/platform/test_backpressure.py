@@ -132,3 +132,62 @@ def test_healthy_sockets_survive_a_busy_server(start: Start) -> None:
         sock.send("echo here")
         assert sock.recv(5) == "here"
     assert server.state()["dead_peers"] == 0
+
+
+def ping(count: int) -> bytes:
+    """Masked pings of 125 bytes."""
+    return (bytes([0x89, 0x80 | 125]) + bytes(4) + b"x" * 125) * count
+
+
+def test_pings_of_a_client_that_never_reads_cost_nothing(start: Start) -> None:
+    """Their pongs piled up without bound: the gate holds back handlers, and pongs come from none."""
+    server = start(SLUICE_WS_PING_TIMEOUT="60")
+    sock = server.request(HANDSHAKE, rcvbuf=4096)
+    sock.recv(100)
+    before = server.state()["rss"]
+    for _ in range(200):
+        sock.sendall(ping(1000))
+    sock.sendall(frame("hang"))
+    server.wait_state(lambda s: any("socket" in name and "hang" in name for name in s["tasks"]), 30)
+    assert server.state()["rss"] - before < 12 * 1024 * 1024
+
+
+def test_large_messages_wait_outside_once_the_consumer_is_behind(start: Start) -> None:
+    """256 of them may wait, were they small."""
+    server = start()
+    sock = server.request(HANDSHAKE, rcvbuf=4096)
+    sock.recv(100)
+    sock.sendall(frame("flood large 20000 1000"))
+    server.wait_state(lambda s: s["sent"].get("large") and s["sent"] == server.state()["sent"])
+    before = server.state()["rss"]
+    size = 1_000_000
+    text = b"echo " + b"x" * (size - 5)
+    message = bytes([0x81, 0xFF]) + size.to_bytes(8, "big") + bytes(4) + text
+    sock.settimeout(2)
+    sent = 0
+    try:
+        while sent < 100:
+            sock.sendall(message)
+            sent += 1
+    except TimeoutError:
+        pass
+    assert sent < 20
+    assert server.state()["rss"] - before < 30 * 1024 * 1024
+
+
+def test_requests_ahead_of_a_stream_that_nobody_reads(start: Start) -> None:
+    """What comes behind a stream waits for its end, in memory: while its client does not read, not without bound."""
+    server = start()
+    sock = server.request(b"GET /flood?name=ahead&n=20000 HTTP/1.1\r\nHost: x\r\n\r\n", rcvbuf=4096)
+    server.wait_state(lambda s: s["sent"].get("ahead") and s["sent"] == server.state()["sent"])
+    before = server.state()["rss"]
+    sock.settimeout(5)
+    try:
+        for _ in range(100):
+            sock.sendall(b"x" * 1_000_000)
+    except OSError:
+        pass
+    state = server.wait_state(lambda s: s["open"] == 1, 10)
+    assert "flood ahead cancelled" in state["events"]
+    assert state["rss"] - before < 20 * 1024 * 1024
+    assert state["refusals"]["asks_without_reading"] == 1

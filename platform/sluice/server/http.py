@@ -16,6 +16,8 @@ from sluice.server.gate import WriteGate
 
 _PHRASES = {status.value: status.phrase.encode("ascii") for status in HTTPStatus}
 
+#: Bytes of further requests that a client may have sent while it does not read the answer to the one before.
+MOST_AHEAD = 64 * 1024
 #: How long a refused client may go on sending what nobody reads, so that it gets to read the refusal.
 LINGER = 2.0
 #: Characters of a Content-Length; what is longer has not been written by a client of good will.
@@ -132,6 +134,8 @@ class SluiceChannel(http.HTTPChannel):
         self.busy = False
         self._deadline: Any = None
         self._head_bytes = 0
+        self._ahead = 0
+        self._full = False
 
     # --- life -------------------------------------------------------------------------
 
@@ -184,8 +188,16 @@ class SluiceChannel(http.HTTPChannel):
         self._refuse_head()
 
     def rawDataReceived(self, data: bytes) -> None:
-        if not self.refused:
-            super().rawDataReceived(data)
+        if self.refused:
+            return
+        if self.busy:
+            # Twisted keeps the next requests for later, and stops reading only where the client reads.
+            self._ahead += len(data)
+            if self._full and self._ahead > MOST_AHEAD:
+                self.server.refusals["asks_without_reading"] += 1
+                self.transport.abortConnection()
+                return
+        super().rawDataReceived(data)
 
     def headerReceived(self, line: bytes) -> bool:
         if self.refused:
@@ -218,7 +230,18 @@ class SluiceChannel(http.HTTPChannel):
 
     def requestDone(self, request: Any) -> None:
         self.busy = False
+        self._ahead = 0
         super().requestDone(request)
+
+    # --- the transport is full, or free again -----------------------------------------
+
+    def pauseProducing(self) -> None:
+        self._full = True
+        super().pauseProducing()
+
+    def resumeProducing(self) -> None:
+        self._full = False
+        super().resumeProducing()
 
     # --- refusing ---------------------------------------------------------------------
 

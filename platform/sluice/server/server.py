@@ -296,5 +296,6 @@ class SluiceServer(Server):
 
 async def _receive_and_tell(queue: asyncio.Queue[Any], protocol: Any) -> Any:
     message = await queue.get()
-    protocol.message_taken()
+    if message["type"] == "websocket.receive":
+        protocol.message_taken()
     return message

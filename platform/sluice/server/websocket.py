@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 from daphne.ws_protocol import WebSocketFactory, WebSocketProtocol
@@ -25,6 +26,8 @@ class SluiceWebSocketProtocol(WebSocketProtocol):
     def onConnect(self, request: Any) -> Any:
         self.gate = WriteGate()
         self._reading_paused = False
+        self._waiting: deque[int] = deque()
+        self._waiting_bytes = 0
         # Until now the HTTP channel of this connection was told when it is full.
         self.transport.unregisterProducer()
         self.transport.registerProducer(self.gate, True)
@@ -42,17 +45,29 @@ class SluiceWebSocketProtocol(WebSocketProtocol):
 
     def onMessage(self, payload: bytes, isBinary: bool) -> None:
         super().onMessage(payload, isBinary)
-        limit = self.server.config.ws_queue
-        if not self._reading_paused and self.application_queue.qsize() > limit:
+        self._waiting.append(len(payload))
+        self._waiting_bytes += len(payload)
+        config = self.server.config
+        behind = len(self._waiting) > config.ws_queue or self._waiting_bytes > config.ws_max_message_bytes
+        if not self._reading_paused and behind:
             # The consumer is behind: let TCP tell the client, instead of keeping it all.
             self._reading_paused = True
             self.transport.pauseProducing()
 
     def message_taken(self) -> None:
-        """The consumer has taken a message from the queue."""
-        if self._reading_paused and self.application_queue.qsize() < self.server.config.ws_queue // 2:
+        """The consumer has taken a message of the client from the queue."""
+        if self._waiting:
+            self._waiting_bytes -= self._waiting.popleft()
+        config = self.server.config
+        few = len(self._waiting) < config.ws_queue // 2 and self._waiting_bytes <= config.ws_max_message_bytes // 2
+        if self._reading_paused and few:
             self._reading_paused = False
             self.transport.resumeProducing()
+
+    def onPing(self, payload: bytes) -> None:
+        # Who reads nothing gets no pongs, either: they would pile up here.
+        if not self.gate.shut:
+            super().onPing(payload)
 
     # --- replying ---------------------------------------------------------------------
 
