@@ -30,23 +30,19 @@ def check_patterns(schema: Any) -> None:
 
     Raises:
         ValueError: it joins parts (``allOf``, or ``$ref`` beside a pattern) and has too many patterns.
-        RecursionError: it is nested too deeply.
     """
-    patterns, joins = _patterns(schema)
+    patterns, joins, todo = 0, False, [schema]
+    while todo:  # not by recursion: it may be nested as deeply as JSON can be
+        part = todo.pop()
+        if isinstance(part, list):
+            todo += part
+        elif isinstance(part, dict):
+            todo += part.values()
+            own = isinstance(part.get("pattern"), str)
+            patterns += own
+            joins |= "allOf" in part or (own and "$ref" in part)
     if joins and patterns > MAX_JOINED_PATTERNS:
         raise ValueError(f"A schema with allOf may have {MAX_JOINED_PATTERNS} patterns; this one has {patterns}.")
-
-
-def _patterns(schema: Any) -> tuple[int, bool]:
-    if isinstance(schema, list):
-        inner = [_patterns(each) for each in schema]
-    elif isinstance(schema, dict):
-        inner = [_patterns(each) for each in schema.values()]
-        own = isinstance(schema.get("pattern"), str)
-        inner.append((int(own), "allOf" in schema or (own and "$ref" in schema)))
-    else:
-        return 0, False
-    return sum(count for count, _ in inner), any(joins for _, joins in inner)
 
 
 def compile_source(grammar: Grammar) -> str:
@@ -87,6 +83,8 @@ def _problem(grammar: Grammar) -> str:
         source = compile_source(grammar)
     except ValueError as error:
         return str(error)
+    except RecursionError:
+        return "The schema is nested too deeply."
     message = LLMatcher.validate_grammar(source)
     if not message or message.startswith("WARNING"):
         return ""
