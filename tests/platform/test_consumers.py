@@ -425,6 +425,17 @@ async def test_refused_while_draining() -> None:
     assert b"retry-after" in dict(talk.sent[0]["headers"])
 
 
+async def test_refused_where_the_drain_begins_during_the_handshake() -> None:
+    """Before, such a socket was open, idle and unknown to the drain, which then waited for it to its deadline."""
+
+    class Slow(Sock):
+        async def authorize(self) -> Any:
+            runtime.status.move(ServerState.REFUSING)
+
+    talk = await socket(Slow(), extensions={"websocket.http.response": {}}).end()
+    assert talk.status == 503
+
+
 async def test_socket_closes_after_its_last_task_in_a_drain() -> None:
     consumer = Sock()
     talk = socket(consumer)

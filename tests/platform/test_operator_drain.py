@@ -116,3 +116,30 @@ def test_states_only_move_forward() -> None:
         status.move(ServerState.SERVING)
     status.move(ServerState.SERVING, undo=True)
     assert status.state is ServerState.SERVING
+
+
+@pytest.mark.parametrize(
+    ("signals", "hurries"),
+    [
+        ("term term", True),
+        ("term hup term", True),
+        ("hup term", False),
+        ("hup int", False),
+        ("hup term term", True),
+        ("hup int term", True),
+        ("hup hup", False),
+        ("int term", True),
+        ("term hup", False),
+    ],
+)
+async def test_which_signal_hurries(parts: tuple[Drain, Server, Hooks], signals: str, hurries: bool) -> None:
+    """The second asks not to wait - unless the first came with a reload, and said nothing to this process alone."""
+    drain, server, _ = parts
+    drain.exchanges.open("sse", "/x", "r1")
+    for name in signals.split():
+        getattr(drain, {"term": "on_sigterm", "int": "on_sigint", "hup": "on_sighup"}[name])()
+        await eventually(lambda: drain.status.state in (ServerState.FINISHING, ServerState.ENDING))
+    await asyncio.sleep(0.1)
+    assert (drain.status.state == ServerState.ENDING) == hurries
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()

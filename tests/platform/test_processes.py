@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -122,3 +123,81 @@ def test_taken_port_is_one_line(start: Start, valkey: EmbeddedValkey, var_dir: P
     assert f"Port {server.port} on 127.0.0.1 is taken" in result.stderr
     assert "--port" in result.stderr
     assert time.monotonic() - began < 20
+
+
+def children_of(server: ServerProcess) -> set[int]:
+    """The server processes that a supervisor has, also those that start or leave."""
+    pid = server.process.pid
+    found = {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    return {child for child in found if b"--ready-fd" in _command_line(child)}
+
+
+def _command_line(pid: int) -> bytes:
+    """Empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def ready_lines(server: ServerProcess) -> int:
+    return server.text().count("is ready")
+
+
+def test_signal_in_the_middle_of_a_reload_is_heard_at_once(start: Start) -> None:
+    """The supervisor was deaf while the second process was being replaced: it waited for that one alone."""
+    server = start("--processes", "2", "--pre-drain", "0", "--drain-deadline", "1")
+    before = children_of(server)
+    server.signal(signal.SIGHUP)
+    first = eventually_sync(lambda: children_of(server) - before, 20, every=0.005)
+    second = eventually_sync(lambda: children_of(server) - before - first, 40, every=0.005).pop()
+    os.kill(second, signal.SIGSTOP)  # it will not be ready so soon
+    try:
+        server.signal(signal.SIGTERM)
+        eventually_sync(lambda: server.text().count("drained in") >= 3, 6)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it may have died of the signal even so
+            os.kill(second, signal.SIGCONT)
+    assert server.wait(20) == 0
+
+
+def test_reload_that_is_asked_for_during_a_reload_follows_it(start: Start) -> None:
+    """Before, it was forgotten, and part of the processes ran what was on the disk before it."""
+    server = start("--processes", "2", "--pre-drain", "0", "--drain-deadline", "1")
+    before = children_of(server)
+    server.signal(signal.SIGHUP)
+    first = eventually_sync(lambda: children_of(server) - before, 20, every=0.005)
+    assert len(first) == 1
+    server.signal(signal.SIGHUP)
+    server.signal(signal.SIGHUP)
+    eventually_sync(lambda: ready_lines(server) == 6, 60)
+    eventually_sync(lambda: len(children_of(server)) == 2, 20)
+    assert server.text().count("reloading 2 processes") == 2
+    server.signal(signal.SIGTERM)
+    assert server.wait(30) == 0
+
+
+def test_reload_while_a_crashed_process_is_being_replaced(start: Start) -> None:
+    """The older of the two that were starting won, and had the successor killed."""
+    server = start("--processes", "2", "--pre-drain", "0", "--drain-deadline", "1")
+    before = children_of(server)
+    os.kill(min(before), signal.SIGKILL)
+    eventually_sync(lambda: len(children_of(server) - before) == 1, 20, every=0.005)
+    replacement = (children_of(server) - before).pop()
+    server.signal(signal.SIGHUP)
+    eventually_sync(lambda: children_of(server) - before - {replacement}, 10, every=0.005)
+    successor = (children_of(server) - before - {replacement}).pop()
+    eventually_sync(lambda: len(now := children_of(server)) == 2 and not now & before, 60)
+    assert successor in children_of(server)
+    assert replacement not in children_of(server)
+    server.signal(signal.SIGTERM)
+    assert server.wait(30) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_stop_while_its_processes_start(start: Start, number: int) -> None:
+    """Before, it exited with 1; a Ctrl-C reached none of them, and was waited for until they were killed."""
+    server = start("--processes", "2", ready=False)
+    eventually_sync(lambda: len(children_of(server)) == 2, 20, every=0.005)
+    server.signal(number)
+    assert server.wait(20) == 0

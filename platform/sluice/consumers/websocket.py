@@ -184,10 +184,15 @@ class StreamingWebSocketConsumer(AsyncConsumer):
     async def _handshake(self) -> bool:
         from sluice import runtime
 
-        try:
+        def refuse_if_draining() -> None:
             if self.inference and runtime.status.refusing:
                 raise Refuse.saying(draining(runtime.status.retry_after()), GOING_AWAY)
+
+        try:
+            refuse_if_draining()
             self.principal = await self.authorize()
+            # Again: a drain that has closed the idle sockets meanwhile would wait for this one.
+            refuse_if_draining()
         except Refuse as exc:
             await self._refuse(exc)
             return False

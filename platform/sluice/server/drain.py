@@ -109,7 +109,8 @@ class Drain:
         """A successor serves: take no new connections, and drain as for SIGTERM."""
         if self._server is not None:
             self._server.stop_listening()
-        self._replaced = True
+        if not self._exiting:
+            self._replaced = True
         self._signalled("SIGHUP", skip_pause=False)
 
     def _signalled(self, name: str, *, skip_pause: bool) -> None:
@@ -118,8 +119,8 @@ class Drain:
         if self._exiting:
             if name == "SIGHUP":
                 return
-            if self._replaced and not skip_pause:
-                # The first SIGTERM after a reload: it meant all processes, not "hurry".
+            if self._replaced:
+                # The first signal after a reload: it meant all processes, not "hurry".
                 self._replaced = False
                 return
             if name == "SIGTERM" or self.status.refusing:

@@ -69,6 +69,7 @@ class Supervisor:
         self._kill_at = float("inf")
         self._signals: deque[int] = deque()
         self._reload: deque[int] = deque()
+        self._reload_again = False
         self._backoff = [FIRST_BACKOFF] * config.processes
         self._restart_at: dict[int, float] = {}
         self._metrics_dir = ""
@@ -114,23 +115,25 @@ class Supervisor:
         self.children.append(Child(slot, process, ready))
 
     def _take_ready(self, readable: list[int]) -> None:
-        for child in self.children:
+        # Of a copy: the next one that is started gets the number of the pipe that was closed for this one.
+        for child in list(self.children):
             if child.ready_fd in readable:
                 child.ready = bool(os.read(child.ready_fd, 1))
                 child.forget_pipe()
                 if child.ready:
                     self._became_ready(child)
-        if not self._announced and sum(c.ready for c in self.children) == self.config.processes:
+        if not self._announced and len({c.slot for c in self.children if c.ready}) == self.config.processes:
             self._announced = True
             self.on_ready()
 
     def _became_ready(self, child: Child) -> None:
         logger.info("server process %d is ready", child.process.pid, extra={"event": "process_ready"})
-        for old in self.children:
-            if old is not child and old.slot == child.slot and not old.leaving:
+        siblings = [c for c in self.children if c.slot == child.slot and c is not child]
+        for old in siblings:
+            if old.started < child.started and not old.leaving:
                 old.leaving = True
                 old.process.send_signal(signal.SIGHUP)
-        if self._reload and self._reload[0] == child.slot:
+        if self._reload and self._reload[0] == child.slot and all(c.leaving for c in siblings):
             self._reload.popleft()
             self._reload_next()
 
@@ -142,7 +145,8 @@ class Supervisor:
             self.children.remove(child)
             child.forget_pipe()
             if self._stopping or child.leaving:
-                if code != 0:
+                # One that was still starting dies of our signal; it had nothing to finish.
+                if code not in (0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP):
                     self.exit_code = 1
                 continue
             if not self._announced:
@@ -154,6 +158,7 @@ class Supervisor:
             if self._reload and self._reload[0] == child.slot and not child.ready:
                 logger.error("reload given up: the new process did not start", extra={"event": "reload_failed"})
                 self._reload.clear()
+                self._reload_next()
             if not any(c.slot == child.slot for c in self.children):
                 self._restart_later(child)
 
@@ -193,12 +198,17 @@ class Supervisor:
             number = self._signals.popleft()
             if number in (signal.SIGTERM, signal.SIGINT):
                 self._stop(number)
-            elif number == signal.SIGHUP and not self._stopping and not self._reload:
-                logger.info("reloading %d processes", self.config.processes, extra={"event": "reload"})
-                self._reload.extend(range(self.config.processes))
-                self._reload_next()
+            elif number == signal.SIGHUP and not self._stopping:
+                # Where one is under way, once more after it: what is on the disk may have changed meanwhile.
+                self._reload_again = True
+                if not self._reload:
+                    self._reload_next()
 
     def _reload_next(self) -> None:
+        if not self._reload and self._reload_again:
+            self._reload_again = False
+            logger.info("reloading %d processes", self.config.processes, extra={"event": "reload"})
+            self._reload.extend(range(self.config.processes))
         if self._reload:
             slot = self._reload[0]
             self._restart_at.pop(slot, None)
@@ -208,5 +218,8 @@ class Supervisor:
         if not self._stopping:
             self._stopping = True
             self._kill_at = time.monotonic() + self.config.longest_stop + 2.0
+            self._reload_again = False
+            self._reload.clear()
         for child in self.children:
-            child.process.send_signal(number)
+            # One that starts heeds no SIGINT until it has chosen what that does.
+            child.process.send_signal(number if child.ready else signal.SIGTERM)
