@@ -27,6 +27,7 @@ class Maker:
     tokenizer: Tokenizer
     context: int
     asked: int | None
+    asked_as: str
     default: int
     params: Callable[[int, int], SamplingParams]
 
@@ -70,9 +71,9 @@ class Maker:
         if self.asked > left:
             raise invalid(
                 f"The prompt has {prompt} tokens and the answer may have {self.asked}: together "
-                f"{prompt + self.asked} of at most {self.context}. Shorten the prompt, lower max_tokens, "
-                "or leave max_tokens out.",
-                "max_tokens",
+                f"{prompt + self.asked} of at most {self.context}. Shorten the prompt, lower {self.asked_as}, "
+                f"or leave {self.asked_as} out.",
+                self.asked_as,
                 "context_length_exceeded",
             )
         return self.asked
@@ -84,11 +85,12 @@ async def maker_for(
     asked: int | None,
     response_format: ResponseFormat | None,
     use: toolkit.ToolUse | None = None,
+    asked_as: str = "max_tokens",
 ) -> Maker:
     config = deps.config()
     cap = config.max_tokens_limit
     if asked is not None and cap and asked > cap:
-        raise invalid(f"max_tokens is at most {cap} here.", "max_tokens", "invalid_value")
+        raise invalid(f"{asked_as} is at most {cap} here.", asked_as, "invalid_value")
     tokenizer = await deps.tokenizer(model)
     context = context_limit(model, tokenizer)
     grammar: Grammar | None = None
@@ -100,7 +102,7 @@ async def maker_for(
     default = min(filter(None, (config.default_max_tokens, cap)), default=0)
     least = body.min_tokens or 0
     if asked is not None and least > asked:
-        raise invalid("min_tokens is more than max_tokens.", "min_tokens", "invalid_value")
+        raise invalid(f"min_tokens is more than {asked_as}.", "min_tokens", "invalid_value")
     seed = body.seed if body.seed is not None else secrets.randbelow(SEEDS)
 
     def params(room: int, number: int) -> SamplingParams:
@@ -124,7 +126,7 @@ async def maker_for(
             grammar=grammar,
         )
 
-    return Maker(model, tokenizer, context, asked, default, params)
+    return Maker(model, tokenizer, context, asked, asked_as, default, params)
 
 
 def context_limit(model: str, tokenizer: Tokenizer) -> int:

@@ -90,8 +90,9 @@ async def chat(
     use = toolkit.resolve(body.tools, body.tool_choice, body.parallel_tool_calls)
     messages = prompts.conversation(body.messages)
     kwargs = dict(body.chat_template_kwargs or {})
-    limits = [x for x in (body.max_tokens, body.max_completion_tokens) if x is not None]
-    maker = await maker_for(body, body.model, min(limits) if limits else None, body.response_format, use)
+    names = [name for name in ("max_tokens", "max_completion_tokens") if getattr(body, name) is not None]
+    asked_as = min(names, key=lambda name: getattr(body, name), default="max_tokens")
+    maker = await maker_for(body, body.model, getattr(body, asked_as), body.response_format, use, asked_as)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     forward: list[str] | None = None
     if maker.tokenizer.upstream:
@@ -218,13 +219,14 @@ async def generate(body: GenerateBody, caller: Principal, *, endpoint: str = "ge
 
 
 def resolve_model(model: str | None, caller: Principal) -> str:
-    """The alias asked for, or the first configured one that generates.
+    """The alias asked for, or the first configured one that generates and that the caller may use.
 
     Raises:
         ApiError: 404.
     """
     specs = deps.config().model_specs()
-    alias = model or next((spec for spec in specs if spec.kind == "generate"), specs[0]).alias
+    usable = (spec for spec in specs if spec.kind == "generate" and caller.may_use(spec.alias))
+    alias = model or next(usable, specs[0]).alias
     check_model(alias, caller)
     return alias
 

@@ -43,12 +43,15 @@ class ResponsesConsumer(ApiConsumer):
             plan.check_obfuscation(asked.stream_options.include_obfuscation)
         fresh = messages_of(asked.input)
         self._conversation = [*await self._earlier(asked), *fresh]
-        made = await plan.chat(
-            as_chat(asked, self._conversation),
-            self.caller,
-            endpoint="responses",
-            request_id=plan.new_id("resp").replace("-", "_"),
-        )
+        try:
+            made = await plan.chat(
+                as_chat(asked, self._conversation),
+                self.caller,
+                endpoint="responses",
+                request_id=plan.new_id("resp").replace("-", "_"),
+            )
+        except ApiError as exc:
+            raise in_own_words(exc) from None
         self._asked = asked
         echo = echo_of(asked)
         self._renderer: ResponseRenderer | None = None
@@ -153,9 +156,22 @@ def as_chat(asked: ResponseBody, conversation: list[dict[str, Any]]) -> ChatBody
     try:
         return msgspec.convert(raw, ChatBody)
     except msgspec.ValidationError as exc:
-        error = explain(str(exc))
-        error.param = "input" if (error.param or "").startswith("messages") else error.param
-        raise error from None
+        raise explain(str(exc)) from None
+
+
+def in_own_words(error: ApiError) -> ApiError:
+    """An error about the older form, naming what this endpoint calls it."""
+    param = error.param or ""
+    if param.startswith("messages"):
+        error.param = "input"
+    elif param.startswith("response_format"):
+        error.param = "text.format"
+    elif param.startswith("tools["):
+        error.param = param.replace(".function", "", 1)
+    elif param == "max_completion_tokens":
+        error.param = "max_output_tokens"
+        error.message = error.message.replace(param, "max_output_tokens")
+    return error
 
 
 def _format(text: TextOptions | None) -> dict[str, Any] | None:

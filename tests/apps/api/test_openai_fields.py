@@ -15,6 +15,7 @@ from openai.types.chat.chat_completion_stream_options_param import ChatCompletio
 from openai.types.responses import response_create_params
 
 from apps.api import reference
+from tests.apps.api import live
 from tests.apps.api.live import Site
 
 pytestmark = pytest.mark.timeout(180)
@@ -197,3 +198,37 @@ async def test_a_field_that_nobody_knows_is_refused_by_name(site: Site, path: st
             reply = await client.post(path, json={**base, name: 1})
             error = reply.json()["error"]
             assert (reply.status_code, error["code"], error["param"]) == (400, "unknown_parameter", name)
+
+
+LONG = "y" * 9000
+NAMED: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/responses", {"input": LONG}, "input"),
+    ("/v1/responses", {"input": "x", "max_output_tokens": 5000}, "max_output_tokens"),
+    ("/v1/responses",
+     {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "no"}}}},
+     "text.format"),
+    ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]},
+     "tools[0].parameters"),
+    ("/v1/chat/completions", {"messages": SAY, "max_completion_tokens": 5000}, "max_completion_tokens"),
+    ("/v1/chat/completions", {"messages": SAY, "max_completion_tokens": 5000, "max_tokens": 6000},
+     "max_completion_tokens"),
+    ("/v1/chat/completions", {"messages": SAY, "max_tokens": 5000}, "max_tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "param"), NAMED, ids=[f"{p} {q}" for p, _, q in NAMED])
+async def test_what_does_not_fit_is_named_as_the_endpoint_names_it(
+    site: Site, path: str, body: dict[str, Any], param: str
+) -> None:
+    async with site.client() as client:
+        for stream in (True, False):
+            reply = await client.post(path, json={"model": "demo", "stream": stream, **body})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+            assert "max_" not in param or param in reply.json()["error"]["message"]
+
+
+async def test_the_model_that_is_left_out_is_one_that_the_key_may_use(site: Site) -> None:
+    key = live.manage(site, "apikey", "create", "brief", "--model", "slow", "--quiet").strip()
+    async with site.client(key) as client:
+        reply = await client.post("/generate", json={"prompt": "x", "max_tokens": 2, "stream": False})
+        assert (reply.status_code, reply.json()["model"]) == (200, "slow")
