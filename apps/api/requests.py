@@ -125,6 +125,9 @@ class EventsConsumer(ApiConsumer):
     async def get(self, body: bytes) -> None:
         self.need("generate")
         request_id, after = self.kwargs["request_id"], self._after()
+        if self.method == "HEAD":
+            await self._look(request_id)
+            return
         renderer: Renderer | None = None
         try:
             async with Reattached(request_id, self.caller) as generation:
@@ -144,6 +147,15 @@ class EventsConsumer(ApiConsumer):
             if not self.headers_sent:
                 raise
             await self.send_sse_bytes(error_event(exc))
+
+    async def _look(self, request_id: str) -> None:
+        """HEAD: attaching would take the stream away from its reader."""
+        view = await deps.gateway().view(request_id)
+        ending = await deps.gateway().ending(request_id) if view is None else None
+        found = view or ending
+        if found is None or not self.caller.owns(found.owner) or (view is not None and not view.resumable):
+            raise unknown_request(request_id)
+        await self.start_sse([(b"x-sluice-request", request_id.encode())])
 
     def _after(self) -> int:
         """Number of the last event that the client has: the header, or ``?after=``."""

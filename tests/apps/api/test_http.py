@@ -401,3 +401,16 @@ async def test_lc_08_a_full_queue_refuses_at_once_with_a_time(site: Site) -> Non
     assert all(r.json()["error"]["code"] == "overloaded" for r in refused)
     # The others were admitted, and their own timeout ended them in the queue.
     assert {r.status_code for r in replies} <= {200, 408, 429}
+
+
+async def test_looking_at_a_stream_does_not_take_it_from_its_reader(site: Site) -> None:
+    body = {"model": "slow", "prompt": "x", "max_tokens": 30, "ignore_eos": True, "resumable": True, "stream": True}
+    async with site.client() as client, client.stream("POST", "/v1/completions", json=body) as reply:
+        path = f"/v1/requests/{reply.headers['x-sluice-request']}/events"
+        looked = await client.head(path)
+        assert (looked.status_code, looked.headers["content-type"].partition(";")[0]) == (200, "text/event-stream")
+        assert (await client.head("/v1/requests/gen-none/events")).status_code == 404
+        async with site.client(site.other) as stranger:
+            assert (await stranger.head(path)).status_code == 404
+        raw = (await reply.aread()).decode()
+    assert events(raw)[-1] == "[DONE]"
