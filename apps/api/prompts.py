@@ -103,14 +103,16 @@ def chat_ids(
             raise invalid(f"{name!r} can not be set.", f"chat_template_kwargs.{name}", "invalid_value")
     _check_size(tokenizer, (m["content"] for m in messages), limit)
     signatures = use.signatures() if use is not None else None
-    if not speaks_tools(tokenizer):
-        messages, signatures = toolkit.spell_out(messages, use), None
     try:
+        if not speaks_tools(tokenizer):
+            messages, signatures = toolkit.spell_out(messages, use), None
         ids = tokenizer.render_chat(messages, tools=signatures, continue_final=continue_final, limit=limit, **kwargs)
     except TooLarge as exc:
         raise too_long(limit, str(exc)) from None
     except ChatTemplateError as exc:
         raise invalid(str(exc), "messages", "invalid_value") from None
+    except RecursionError:
+        raise invalid("A tool or a call is nested too deeply.", "tools" if use is not None else "messages") from None
     return _checked(ids, limit, "messages")
 
 
