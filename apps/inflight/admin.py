@@ -18,7 +18,7 @@ from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, QueryDict
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
-from django.views.decorators.http import require_POST, require_safe
+from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
 from apps.inflight import owners, panels, services
 from apps.inflight.models import InflightRequest
@@ -79,7 +79,9 @@ class InflightAdmin(admin.ModelAdmin):
             path("workers/", wrap(require_safe(self.workers_view)), name=f"{name}_workers"),
             path("command/", wrap(require_POST(self.command_view)), name=f"{name}_command"),
             path("endings/", wrap(require_safe(self.endings_view)), name=f"{name}_endings"),
-            path("health/", wrap(self.health_view), name=f"{name}_health"),
+            path(
+                "health/", wrap(require_http_methods(["GET", "HEAD", "POST"])(self.health_view)), name=f"{name}_health"
+            ),
             path("request/<str:object_id>/text/", wrap(require_POST(self.text_view)), name=f"{name}_text"),
             path("request/<str:object_id>/", wrap(require_safe(self.request_view)), name=f"{name}_change"),
         ]
@@ -98,8 +100,8 @@ class InflightAdmin(admin.ModelAdmin):
             request, "requests", "Requests in flight",
             query=query, rows=rows, columns=_columns(query), blank=blank, selection=selection, choices=choices,
             phases=PHASES, ages=AGES, live_url=f"{LIVE_URL}?{query.encode()}", keep=query.encode(),
-            previous=query.with_page(selection.page - 1).encode() if selection.page > 1 else None,
-            following=query.with_page(selection.page + 1).encode() if selection.page < selection.pages else None,
+            previous=query.with_page(selection.page - 1).encode(),
+            following=query.with_page(selection.page + 1).encode(),
             may_cancel=request.user.has_perm("inflight.cancel_request"),  # type: ignore[union-attr]
         )  # fmt: skip
 
@@ -117,7 +119,7 @@ class InflightAdmin(admin.ModelAdmin):
             request, "request", f"Request {object_id}"[:120],
             object_id=object_id, shown=shown, ending=ending, owner=name, timeline=events,
             parameters=panels.parameters(job, ending), facts=panels.facts(ending) if ending else [],
-            live_url=f"{LIVE_URL}?{Query(q=object_id).encode()}" if view else "",
+            live_url=f"{LIVE_URL}?{Query(id=object_id).encode()}" if view else "",
             may_read=view is not None and request.user.has_perm("inflight.view_text"),  # type: ignore[union-attr]
             may_cancel=request.user.has_perm("inflight.cancel_request"),  # type: ignore[union-attr]
             status=200 if found else 404,

@@ -28,7 +28,7 @@ def names(owners: Iterable[str]) -> dict[str, str]:
     missing = wanted - found.keys()
     if not missing:
         return found
-    users = [int(o[5:]) for o in missing if o.startswith("user:") and o[5:].isdigit() and len(o) < 24]
+    users = [int(o[5:]) for o in missing if o.startswith("user:") and o[5:].isdecimal() and len(o) < 24]
     keys = [o[4:] for o in missing if o.startswith("key:")]
     fresh = {o: o for o in missing}
     if users:

@@ -40,7 +40,7 @@ def phase_of(view: RequestView) -> str:
 class Query:
     """Filters (empty: all), order (``-`` in front: descending) and page (1 first).
 
-    ``older`` is an age in seconds; ``q`` is looked for in ids.
+    ``older`` is an age in seconds; ``q`` is looked for in ids; ``id`` is one whole id.
     """
 
     q: str = ""
@@ -52,6 +52,7 @@ class Query:
     older: int = 0
     sort: str = "age"
     page: int = 1
+    id: str = ""
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Query:
@@ -63,6 +64,7 @@ class Query:
         sort = text("sort")
         phase = text("phase")
         return cls(
+            id=text("id"),
             q=text("q"),
             phase=phase if phase in PHASES else "",
             model=text("model"),
@@ -76,7 +78,9 @@ class Query:
 
     @property
     def filtered(self) -> bool:
-        return bool(self.q or self.phase or self.model or self.worker or self.server or self.owner or self.older)
+        return bool(
+            self.id or self.q or self.phase or self.model or self.worker or self.server or self.owner or self.older
+        )
 
     @property
     def indexed(self) -> bool:
@@ -85,7 +89,8 @@ class Query:
 
     def matches(self, view: RequestView, now_ms: int) -> bool:
         return (
-            (not self.q or self.q in view.id)
+            (not self.id or self.id == view.id)
+            and (not self.q or self.q in view.id)
             and (not self.phase or self.phase == phase_of(view))
             and (not self.model or self.model == view.model)
             and (not self.worker or self.worker == view.worker)

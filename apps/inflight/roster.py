@@ -119,6 +119,10 @@ class Selection:
 
 async def select(gateway: Source, query: Query) -> Selection:
     """The page that the query names, or the last one where there are fewer."""
+    if query.id:
+        view, now_ms = await gateway.view(query.id), await gateway.now_ms()
+        found = [view] if view is not None and query.matches(view, now_ms) else []
+        return Selection(found, len(found), len(found), 1, now_ms)
     if query.indexed:
         return await _from_index(gateway, query)
     views = await roster.all(gateway)
@@ -134,7 +138,7 @@ async def _from_index(gateway: Source, query: Query) -> Selection:
     start = (query.page - 1) * PER_PAGE
     got = await gateway.list(start, PER_PAGE, newest_first=newest)
     page = query.page
-    if not got.items and got.total and page > 1:
+    if not got.items and page > 1:
         page = max(1, -(-got.total // PER_PAGE))
         got = await gateway.list((page - 1) * PER_PAGE, PER_PAGE, newest_first=newest)
     return Selection(got.items, got.total, got.total, page, got.now_ms)

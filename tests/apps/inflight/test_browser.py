@@ -342,7 +342,7 @@ def test_refused_without_the_permission(system: System, sign_in: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (768, "light"), (1440, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), [(320, "dark"), (360, "light"), (768, "light"), (1440, "dark")])
 def test_fits_and_is_accessible(system: System, sign_in: Any, streams: Streams, width: int, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
@@ -357,12 +357,15 @@ def test_fits_and_is_accessible(system: System, sign_in: Any, streams: Streams, 
         f"{LIST}endings/",
         f"{LIST}health/",
         "/accounts/keys/",
+        "/accounts/usage/",
     ]
     for path in pages:
         page.goto(system.url + path)
         found = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert found[0] <= found[1], f"{path} scrolls sideways"
-        if width == 768:
+        heading = page.eval_on_selector("h1", "e => [e.scrollWidth, e.clientWidth]")
+        assert heading[0] <= heading[1], f"{path} has a heading that is cut"
+        if width in (320, 768):
             continue  # the other two have every colour and both layouts
         # Django's own header and side bar are not ours to judge.
         results = Axe().run(page, context={"include": [["main"]]}, options={"runOnly": ["wcag2a", "wcag2aa"]})
@@ -419,3 +422,18 @@ def forget(valkey: EmbeddedValkey) -> None:
     with redis.Redis.from_url(valkey.url) as client:
         client.delete("sluice:beat:server:s-none")  # a reaper does the rest
         eventually_sync(lambda: not client.scard("sluice:of:server:s-none"))
+
+
+def test_links_to_the_neighbouring_pages_come_and_go(system: System, sign_in: Any, valkey: EmbeddedValkey) -> None:
+    """The list was opened while it was short."""
+    page = live(sign_in(), system.url + LIST)
+    assert not page.is_visible("a[rel=next]") and not page.is_visible("a[rel=prev]")
+    submit(valkey, [f"many-{i:03d}" for i in range(70)])
+    eventually_sync(lambda: page.inner_text('[data-count="pages"]') == "2")
+    page.click("a[rel=next]")
+    page.wait_for_selector('[data-state="live"]')
+    assert len(ids(page)) == 20
+    assert page.is_visible("a[rel=prev]") and not page.is_visible("a[rel=next]")
+    forget(valkey)
+    eventually_sync(lambda: page.inner_text('[data-count="pages"]') == "1")
+    assert not page.is_visible("a[rel=prev]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 from asgiref.sync import sync_to_async
 from asgiref.testing import ApplicationCommunicator
+from django.http import QueryDict
 from django.test import AsyncClient
+from django.urls import reverse
 
 from apps.accounts import services as account_services
 from apps.inflight import consumers
@@ -190,3 +193,16 @@ async def test_a_query_with_too_many_fields_is_refused(bench: Bench, boss: Async
     """Before, Django's own limit on fields ended in a 500."""
     async with opened(boss, "&".join(f"f{n}=1" for n in range(1500))) as stream:
         assert await status(stream) == 400
+
+
+async def test_the_page_of_one_request_follows_it_among_many_of_like_names(bench: Bench, boss: AsyncClient) -> None:
+    """``r`` is part of sixty other ids, all of them newer."""
+    for name in ("r", *(f"r-{i}" for i in range(PER_PAGE + 10))):
+        await bench.submit(name)
+    page = (await boss.get(reverse("admin:inflight_inflightrequest_change", args=["r"]))).content.decode()
+    live = re.search(r'data-live="/inflight/live\?([^"]*)"', page)
+    assert live is not None
+    feed = Feed(bench.gateway, Query.parse(QueryDict(live[1])))
+    assert (await feed.update())["order"] == ["r"]
+    await bench.gateway.cancel("r", Reason.ADMIN)
+    assert (await feed.update())["ended"] == {"r": "cancelled (admin)"}

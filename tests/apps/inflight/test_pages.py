@@ -304,6 +304,12 @@ async def test_who_may_see_what(bench: Bench, browser_of: Callable[..., Any]) ->
         assert (await viewer.post(url, data)).status_code == 403
         assert (await stranger.post(url, data)).status_code == 302
         assert (await viewer.get(url)).status_code == 405
+    assert (await viewer.put(HEALTH)).status_code == 405
     assert await bench.gateway.view("r-1") is not None
     assert "requests in flight" in (await viewer.get("/admin/")).content.decode().lower()
     assert "inflight" not in (await no_rights.get("/admin/")).content.decode()
+
+
+async def test_an_owner_that_is_nearly_a_number(bench: Bench, boss: AsyncClient) -> None:
+    await bench.submit("r", owner="user:²")
+    assert "user:²" in await text(boss, LIST)

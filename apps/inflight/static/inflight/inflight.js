@@ -136,7 +136,20 @@ function apply(message) {
   for (const [name, count] of Object.entries(message.counts ?? {})) {
     for (const node of main.querySelectorAll(`[data-count="${CSS.escape(name)}"]`)) setText(node, String(count));
   }
+  if (message.counts) linkPages(message.counts);
   tick();
+}
+
+/** The list may have grown beyond this page, or shrunk: the links to its neighbours follow. */
+function linkPages({ page, pages }) {
+  for (const [rel, number] of [["prev", page - 1], ["next", page + 1]]) {
+    const link = main.querySelector(`.inflight-pages a[rel="${rel}"]`);
+    if (!link) continue;
+    const query = new URLSearchParams(location.search);
+    query.set("page", number);
+    link.href = `?${query}`;
+    link.hidden = number < 1 || number > pages;
+  }
 }
 
 // --- The event stream: open while the tab is seen, closed while it is hidden ---
@@ -216,7 +229,7 @@ async function refresh() {
   if (document.hidden || main.contains(document.activeElement)) return;
   try {
     const reply = await fetch(location.href, { headers: { Accept: "text/html" } });
-    if (!reply.ok || reply.redirected) return;
+    if (reply.redirected) return;
     const page = new DOMParser().parseFromString(await reply.text(), "text/html");
     const fresh = page.getElementById("content-main");
     if (!fresh || main.contains(document.activeElement)) return;
