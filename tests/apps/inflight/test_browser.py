@@ -437,3 +437,13 @@ def test_links_to_the_neighbouring_pages_come_and_go(system: System, sign_in: An
     forget(valkey)
     eventually_sync(lambda: page.inner_text('[data-count="pages"]') == "1")
     assert not page.is_visible("a[rel=prev]")
+
+
+def test_a_page_that_refreshes_says_what_is_wrong_and_recovers(system: System, sign_in: Any) -> None:
+    page = sign_in().context.new_page()  # whose console may complain of the 503
+    page.goto(f"{system.url}{LIST}workers/")
+    problem = '<div id="content-main"><p role="alert">The store is away.</p></div>'
+    page.route("**/workers/", lambda route: route.fulfill(status=503, content_type="text/html", body=problem))
+    page.wait_for_selector("text=The store is away.")
+    page.unroute("**/workers/")
+    page.wait_for_selector("#workers-title")
