@@ -16,7 +16,7 @@ import msgspec
 from apps.accounts.limits import LimitExceeded, limiter_of
 from apps.accounts.principal import Principal
 from apps.api import deps, plan, prompts
-from apps.api.errors import ApiError, detached, from_outcome, from_refusal, header_pairs, invalid, over_limit
+from apps.api.errors import ApiError, from_detached, from_outcome, from_refusal, header_pairs, invalid, over_limit
 from apps.api.generation import wait_hint
 from apps.api.http import ApiConsumer
 from apps.api.jobs import context_limit
@@ -144,7 +144,7 @@ async def _window(work: Work, jobs: Sequence[Job], caller: Principal, client: st
         except RequestEnded as exc:
             raise from_outcome(exc.outcome, str(exc)) from exc
         except Detached as exc:
-            raise detached() from exc
+            raise from_detached(exc) from exc
     return [base64.b64decode(found[index]) for index in range(len(jobs))]
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from apps.accounts.limits import LimitExceeded
 from inference.errors import NotServing, Overloaded, Refused, StoreUnavailable, TooLarge, UnknownModel
+from inference.gateway import Detached
 from inference.lifecycle import Outcome, Reason
 
 TYPES = {
@@ -169,8 +170,14 @@ def from_outcome(outcome: Outcome, message: str = "") -> ApiError:
     )
 
 
-def detached() -> ApiError:
-    """Another server goes on with the request, or another reader has taken it over."""
+def from_detached(detached: Detached) -> ApiError:
+    """Another reader has taken the stream over, or another server will go on with it.
+
+    The codes differ, as clients attach again after ``detached``: two readers would take the
+    stream from each other for ever.
+    """
+    if detached.superseded:
+        return ApiError(409, str(detached), code="superseded")
     return ApiError(
         503,
         "This server is letting go of the stream; attach to the request again.",

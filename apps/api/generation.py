@@ -11,7 +11,7 @@ from apps.accounts.limits import Lease, LimitExceeded, limiter_of
 from apps.accounts.principal import Principal
 from apps.api import deps
 from apps.api.choices import Choice, Delta, Usage
-from apps.api.errors import ApiError, detached, from_outcome, from_refusal, header_pairs, over_limit
+from apps.api.errors import ApiError, from_detached, from_outcome, from_refusal, header_pairs, over_limit
 from apps.api.plan import Plan
 from inference.errors import Refused, StoreUnavailable
 from inference.gateway import Detached, RequestEnded, RequestSpec, RequestStream, StreamGroup
@@ -123,7 +123,7 @@ class Generation:
             except RequestEnded as exc:
                 raise from_outcome(exc.outcome, str(exc)) from exc
             except Detached as exc:
-                raise detached() from exc
+                raise from_detached(exc) from exc
             except StoreUnavailable as exc:
                 raise from_refusal(exc, self.plan.model, 1.0) from exc
             out: list[tuple[int, Delta]] = []

@@ -227,6 +227,18 @@ async def test_attach_reads_on_where_another_socket_stopped(site: Site) -> None:
         assert (await until(socket, "error"))[-1]["error"]["code"] == "request_not_found"
 
 
+async def test_a_reader_is_told_that_another_has_taken_over(site: Site) -> None:
+    """By a code of its own: after "detached" clients attach again, and two of them would never stop."""
+    asked = {"model": "slow", "prompt": "x", "max_tokens": 100, "ignore_eos": True, "resumable": True}
+    async with opened(site) as first, opened(site) as second:
+        await tell(first, type="generate", id="a", **asked)
+        request_id = (await until(first, "delta"))[0]["request_id"]
+        await tell(second, type="attach", id="b", request_id=request_id)
+        told = (await until(first, "error"))[-1]
+        assert (told["error"]["code"], told["status"]) == ("superseded", 409)
+        await until(second, "done")
+
+
 async def test_a_dropped_socket_cancels_its_generations(site: Site) -> None:
     async with opened(site) as socket:
         await tell(socket, type="generate", id="a", model="one", prompt="x", max_tokens=2000, ignore_eos=True)

@@ -112,7 +112,7 @@ class AsyncGeneration:
             self._end(None)
         elif kind == "error":
             code = message.get("error", {}).get("code")
-            # The server leaves or another reader took over by mistake of a dead connection: read on elsewhere.
+            # The server leaves: read on elsewhere.
             if code in ("detached", "shutting_down") and self.request_id is not None:
                 self._client._reattach_later(self._ref)
             else:
