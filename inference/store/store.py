@@ -132,11 +132,17 @@ class RequestStore:
             raise
         if reply is None:
             return None
+        return decode_ending(reply) if self._tell(request_id) else None
+
+    def _tell(self, request_id: str) -> bool:
+        """Whether this process has yet to tell of this ending: a lost reply and a reader that leaves both ask."""
         self._doubted.pop(request_id, None)
+        if request_id in self._told:
+            return False
         self._told[request_id] = None
         if len(self._told) > _TOLD:
             del self._told[next(iter(self._told))]
-        return decode_ending(reply)
+        return True
 
     def doubt(self, request_id: str) -> None:
         """It may have been settled by this process without its knowing: :meth:`recover` will tell."""
@@ -154,7 +160,7 @@ class RequestStore:
         known = [e for e in map(decode_ending, history) if self._doubted.pop(e.id, 0.0)]
         now = time.monotonic()
         self._doubted = {i: until for i, until in self._doubted.items() if until > now}
-        return [e for e in known if e.by in (self.token, "")]
+        return [e for e in known if e.by in (self.token, "") and self._tell(e.id)]
 
     async def detach(self, request_id: str, *, server: str, grace: float, reader: str | None = None) -> tuple[str, str]:
         """Let go of a resumable request. Gives (``detached`` | ``finished`` | ``fixed`` | ``gone``, finish).

@@ -19,7 +19,7 @@ import redis as redis_sync
 
 from inference.config import Config
 from inference.embedded import find_binary
-from inference.errors import Overloaded
+from inference.errors import Overloaded, StoreUnavailable
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Abort, Ended, Frame, decode_frame, decode_server_message, decode_worker_message, encode
 from inference.reaper import Reaper
@@ -444,6 +444,30 @@ async def test_reaper_does_not_judge_after_an_outage(make: Make) -> None:
         return await views.view(request_id) is None
 
     await eventually(reaped, 5)
+
+
+async def test_an_ending_is_told_once_however_often_it_is_doubted(make: Make) -> None:
+    """The reply of the settling is lost, and the reader hears of the ending too, before or after it is recovered."""
+    store = make()
+    command = RequestStore(store.redis, store.config, counts=False)
+    lost, foreign, known = await add(store), await add(store), await add(store)
+    call = store.redis.script
+
+    async def lossy(*args: Any) -> Any:
+        await call(*args)
+        raise StoreUnavailable("the reply was lost")
+
+    store.redis.script = lossy  # type: ignore[method-assign]
+    with pytest.raises(StoreUnavailable):
+        await store.settle(lost, GONE)
+    store.redis.script = call  # type: ignore[method-assign]
+    assert await command.settle(foreign, GONE) is not None
+    assert await store.settle(known, GONE) is not None
+    for again in (False, True):
+        store.doubt(lost)
+        store.doubt(foreign)
+        store.doubt(known)
+        assert {e.id for e in await store.recover()} == (set() if again else {lost, foreign})
 
 
 async def test_logs_are_kept_for_their_time_only(make: Make) -> None:
