@@ -170,6 +170,20 @@ def test_settings_and_presets_hold_per_conversation(page: Any) -> None:
     page.wait_for_function("() => ![...document.querySelectorAll('#preset option')].some(o => o.text === 'Brief')")
 
 
+def test_going_back_closes_the_settings_of_what_was_left(page: Any) -> None:
+    """Left open, they were applied to the other conversation."""
+    say(page, "one.", "First")
+    wait_done(page)
+    page.click("#new-chat")
+    say(page, "two.", "Second")
+    wait_done(page)
+    page.locator(".row-item", has_text="First").first.locator("a").click()
+    wait_text(page, "one.")
+    page.click("#open-settings")
+    page.go_back()
+    page.wait_for_selector("#settings", state="hidden")
+
+
 def test_answers_go_on_while_another_conversation_is_shown(page: Any) -> None:
     text = counted(60)
     say(page, text, "Long one")

@@ -403,6 +403,8 @@ document.addEventListener("click", (event) => {
   event.target.closest("[data-close]")?.closest("dialog").close("cancel");
 });
 addEventListener("popstate", () => {
+  // What is open is about the conversation that is left.
+  for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close("cancel");
   const id = location.pathname.match(/^\/c\/([0-9a-f-]+)\/$/)?.[1];
   if (id) open(id, false);
   else fresh(false);
