@@ -7,6 +7,8 @@ routes in its ``routing`` module; they are put together here.
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -16,6 +18,9 @@ from typing import Any, Literal
 
 from django.urls import path as django_path
 from django.utils.module_loading import import_string
+
+_ENCODED = re.compile(rb"%([0-9A-Fa-f]{2})")
+_NEVER_ENCODED = frozenset(b"/\\.%\x00" + string.ascii_letters.encode() + string.digits.encode())
 
 #: ``public``: anybody. ``key``: an API key, or a signed-in user of this site. ``session``:
 #: a signed-in user. ``staff``: a key with the admin scope, or a signed-in staff user.
@@ -132,8 +137,8 @@ class RouteMatcher:
 def is_canonical(path: str, raw_path: bytes | None) -> bool:
     """Whether a path has one spelling only.
 
-    Doubled slashes, dot segments, backslashes and percent-encoded slashes, dots or
-    letters never reach a handler: another layer might read them differently, and
+    Doubled slashes, dot segments, backslashes and percent-encoded slashes, dots,
+    letters or digits never reach a handler: another layer might read them differently, and
     a rule for one spelling must hold for all.
     """
     if not path.startswith("/") or "//" in path or "\\" in path or "\x00" in path:
@@ -141,6 +146,6 @@ def is_canonical(path: str, raw_path: bytes | None) -> bool:
     if any(part in (".", "..") for part in path.split("/")):
         return False
     if raw_path is not None and b"%" in raw_path:
-        lowered = raw_path.partition(b"?")[0].lower()
-        return not any(code in lowered for code in (b"%2f", b"%5c", b"%2e", b"%00", b"%25"))
+        codes = _ENCODED.findall(raw_path.partition(b"?")[0])
+        return not any(int(code, 16) in _NEVER_ENCODED for code in codes)
     return True
