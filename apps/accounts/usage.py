@@ -62,6 +62,8 @@ class UsageCollector:
         )
         self._keys = Keys(config.redis_prefix)
         self._task: asyncio.Task[None] | None = None
+        self._round: asyncio.Task[None] | None = None
+        self._purge_at = 0.0
         self._failing = False
 
     def start(self) -> None:
@@ -78,6 +80,8 @@ class UsageCollector:
         await asyncio.gather(task, return_exceptions=True)
         try:
             async with asyncio.timeout(timeout):
+                if self._round is not None:
+                    await self._round
                 await self._try_collect()
         except TimeoutError:
             logger.warning("the last usage is left to the next server", extra={"event": "usage_late"})
@@ -102,13 +106,18 @@ class UsageCollector:
         return len(accounts)
 
     async def _run(self) -> None:
-        purge_at = 0.0
         while True:
-            await self._try_collect()
-            if (now := time.monotonic()) >= purge_at:
-                purge_at = now + PURGE_INTERVAL
-                await self._purge()
+            # Shielded: cancelling it would not stop its thread, and the round of the stop would meet that
+            # in the database.
+            self._round = asyncio.create_task(self._once(), name="usage-round")
+            await asyncio.shield(self._round)
             await asyncio.sleep(INTERVAL)
+
+    async def _once(self) -> None:
+        await self._try_collect()
+        if (now := time.monotonic()) >= self._purge_at:
+            self._purge_at = now + PURGE_INTERVAL
+            await self._purge()
 
     async def _purge(self) -> None:
         try:

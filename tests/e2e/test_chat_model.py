@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.model, pytest.mark.slow, pytest.m
 def test_a_real_answer_is_stopped_and_continued(make_site: Callable[..., Site], contexts: Callable[..., Any]) -> None:
     site = make_site(SLUICE_MODELS="smollm2-135m-instruct=default", start_seconds=400)
     page = open_chat(contexts(site))
-    ask(page, "Count from one to one hundred in words.")
+    ask(page, "Write a long story about a river and the town beside it.")
     page.wait_for_function(
         "() => document.querySelector('.answer .content')?.textContent.split(' ').length > 4", timeout=120_000
     )

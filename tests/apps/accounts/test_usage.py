@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import csv
 import io
+import threading
 from collections.abc import AsyncIterator
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
@@ -147,6 +148,33 @@ async def test_running_collector_records_at_its_stop_what_was_ended_last(store: 
     await used(store, "a", "user:7", 1)
     await collector.stop()
     await collector.stop()
+    assert await records() == {("user:7", "scripted"): (1, 3, 1)}
+
+
+async def test_stop_waits_for_the_round_under_way(store: Any, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round that was cancelled went on in its thread, and the last one failed beside it on a locked table."""
+    entered, go, inside, most = threading.Event(), threading.Event(), 0, 0
+    write = usage._add_and_close
+
+    def slow(*args: Any) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        entered.set()
+        go.wait(10)
+        write(*args)
+        inside -= 1
+
+    monkeypatch.setattr(usage, "_add_and_close", slow)
+    await used(store, "a", "user:7", 1)
+    collector = UsageCollector(config)
+    collector.start()
+    assert await asyncio.to_thread(entered.wait, 10)
+    stopping = asyncio.create_task(collector.stop(20))
+    await asyncio.sleep(0)
+    go.set()
+    await stopping
+    assert most == 1
     assert await records() == {("user:7", "scripted"): (1, 3, 1)}
 
 

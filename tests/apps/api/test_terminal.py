@@ -102,6 +102,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(site: Site) -> None:
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
+        # A shell that runs the tests in the background has them ignore it, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(theirs)
     seen = b""
