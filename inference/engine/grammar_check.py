@@ -31,13 +31,13 @@ def check_patterns(schema: Any) -> None:
     Raises:
         ValueError: it joins parts (``allOf``, or ``$ref`` beside a pattern) and has too many patterns.
     """
-    patterns, joins, todo = 0, False, [schema]
-    while todo:  # not by recursion: it may be nested as deeply as JSON can be
-        part = todo.pop()
+    patterns, joins, parts = 0, False, [schema]
+    while parts:  # not by recursion: it may be nested as deeply as JSON can be
+        part = parts.pop()
         if isinstance(part, list):
-            todo += part
+            parts += part
         elif isinstance(part, dict):
-            todo += part.values()
+            parts += part.values()
             own = isinstance(part.get("pattern"), str)
             patterns += own
             joins |= "allOf" in part or (own and "$ref" in part)
