@@ -7,7 +7,9 @@ then the pool, then Valkey.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -39,6 +41,7 @@ class Signals:
     def __init__(self) -> None:
         self.count = 0
         self.hurried_at: float | None = None
+        self._wake = -1
 
     @property
     def hurry(self) -> bool:
@@ -47,6 +50,18 @@ class Signals:
     def install(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
+        # Without a handler of its own the end of a child would not reach the pipe that wait() listens on.
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self._wake, waker = os.pipe()
+        for fd in (self._wake, waker):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until a signal comes or a child ends, ``seconds`` at most."""
+        if select.select([self._wake], [], [], seconds)[0]:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 4096)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
@@ -115,7 +130,7 @@ class Child:
                     self._send(signal.SIGTERM)
                 if now - signals.hurried_at > self.hurried and urged:
                     return False
-            time.sleep(POLL)
+            signals.wait(POLL)
         return True
 
     def _send(self, number: int) -> None:

@@ -299,3 +299,14 @@ def test_a_model_that_cannot_be_fetched(up, folder):
     assert "check the network" in run.output()
     assert [p.name for p in (folder / "cache" / "models").iterdir()] == [".lock"]
     assert "Traceback" not in run.output()
+
+
+@pytest.mark.parametrize("event", ["subprocess.Popen(['true'])", "os.kill(os.getpid(), signal.SIGTERM)"])
+def test_the_end_of_a_child_and_a_signal_cut_the_wait_short(event):
+    """While nothing happens it sleeps instead of looking all the time; without the pipe it would sleep for a minute."""
+    script = (
+        "import os, signal, subprocess\nfrom sluice.tree import Signals\n"
+        f"signals = Signals()\nsignals.install()\nchild = {event}\nsignals.wait(60)\n"
+    )
+    path = os.pathsep.join([str(ROOT), str(ROOT / "platform")])
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, check=True, timeout=30)

@@ -18,6 +18,7 @@ from django.contrib.auth import get_user_model
 from django.core.management import call_command
 from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError, connections
+from redis.exceptions import RedisError
 
 from apps.accounts.services import FirstRun, ensure_first_run
 from inference import multiproc
@@ -32,7 +33,9 @@ from sluice.tree import POLL, Child, ChildEnded, ProcessTree, Signals, StopReque
 MIN_REDIS = (6, 2)
 #: Seconds after a Ctrl-C at which each part is killed if it still runs. All is gone within 10.
 HURRIED_SERVER, HURRIED_POOL = 4.5, 7.5
+#: Seconds between lines about what is still missing, and between looks at the children although none has ended.
 SAY_EVERY = 10.0
+WATCH = 5.0
 
 
 class Command(SluiceCommand):
@@ -67,7 +70,7 @@ class Command(SluiceCommand):
             self._start(tree, core, web, started)
             while True:
                 tree.check()
-                time.sleep(POLL)
+                signals.wait(WATCH)
         except StopRequested:
             self._say("Stopping ..." if signals.hurry else "Draining (Ctrl-C to hurry) ...")
         except (SluiceError, ChildEnded) as exc:
@@ -122,7 +125,7 @@ class Command(SluiceCommand):
         try:
             while fetch.running():
                 tree.check()
-                time.sleep(POLL)
+                tree.signals.wait(POLL)
         finally:
             fetch.stop(tree.signals)
         assert fetch.process is not None
@@ -149,7 +152,7 @@ class Command(SluiceCommand):
                 said, said_at = missing, now
             if now - began > limit:
                 raise ConfigError(f"not ready within {limit:g} s (SLUICE_START_TIMEOUT): {missing}")
-            time.sleep(POLL)
+            tree.signals.wait(POLL)
 
     def _welcome(self, web: ServerConfig, seconds: float, own_redis: str) -> None:
         first = first_user()
@@ -210,7 +213,7 @@ async def check_redis(core: Config) -> None:
     client = connect(core.redis_url, timeout=core.redis_timeout, client_name="sluice-up")
     try:
         info: dict[str, Any] = await client.info("server")
-    except Exception as exc:
+    except (RedisError, OSError, ValueError) as exc:
         raise ConfigError(f"the Redis in REDIS_URL does not answer ({type(exc).__name__}: {exc})") from exc
     finally:
         await client.aclose()
