@@ -18,6 +18,7 @@ from inference.lifecycle import Outcome, Reason
 from inference.messages import Ending
 from inference.store.store import RequestStore
 from inference.store.views import StoreViews
+from inference.ticks import next_tick
 
 logger = logging.getLogger("sluice.reaper")
 
@@ -56,12 +57,16 @@ class Reaper:
                 logger.debug("not reaping: Redis does not answer")
             except SluiceError:
                 logger.exception("a round of the reaper failed", extra={"event": "reap_failed"})
-            await asyncio.sleep(self._store.config.reap_interval)
+            await next_tick(self._store.config.reap_interval)
 
     async def reap(self) -> None:
         """One round."""
-        (_, dead_servers), (_, dead_workers), (_, dead_pools) = await asyncio.gather(
-            self._views.alive("servers"), self._views.alive("workers"), self._views.alive("pools")
+        # What can be asked together goes in one round trip: this runs every second, in every process.
+        (_, dead_servers), (_, dead_workers), (_, dead_pools), now = await asyncio.gather(
+            self._views.alive("servers"),
+            self._views.alive("workers"),
+            self._views.alive("pools"),
+            self._store.now_ms(),
         )
         if self._judge():
             for server in dead_servers:
@@ -70,8 +75,14 @@ class Reaper:
                 await self.dead_worker(worker)
             for pool in dead_pools:
                 await self._store.redis.call("SREM", self._store.keys.pools, pool)
-        await self._expired()
-        await self._repair()
+        k, redis, end = self._store.keys, self._store.redis, self._cursor + _REPAIR_PAGE - 1
+        late, left, page = await asyncio.gather(
+            redis.call("ZRANGEBYSCORE", k.deadlines, "-inf", now, "LIMIT", 0, _REPAIR_PAGE),
+            redis.call("ZRANGEBYSCORE", k.detached, "-inf", now, "LIMIT", 0, _REPAIR_PAGE),
+            redis.call("ZRANGE", k.live, self._cursor, end),
+        )
+        await self._expired(late, left)
+        await self._repair([m.decode() for m in page])
         for ending in await self._store.recover():
             self._on_ending(ending)
 
@@ -122,12 +133,9 @@ class Reaper:
             await redis.call("SREM", k.workers, worker)
             await redis.call("DEL", k.worker_beat(worker))
 
-    async def _expired(self) -> None:
-        k, redis, now = self._store.keys, self._store.redis, await self._store.now_ms()
-        late, left = await asyncio.gather(
-            redis.call("ZRANGEBYSCORE", k.deadlines, "-inf", now, "LIMIT", 0, _REPAIR_PAGE),
-            redis.call("ZRANGEBYSCORE", k.detached, "-inf", now, "LIMIT", 0, _REPAIR_PAGE),
-        )
+    async def _expired(self, late: list[bytes], left: list[bytes]) -> None:
+        """End those past their deadline, and those without a reader past their grace time."""
+        k, redis = self._store.keys, self._store.redis
         for member in late:
             await self._settle("deadline", member.decode(), Outcome.cancelled(Reason.DEADLINE), None)
         for member in left:
@@ -137,10 +145,9 @@ class Reaper:
             outcome = Outcome.finished(finish) if done else Outcome.cancelled(Reason.CLIENT_GONE)
             await self._settle("grace", request_id, outcome, ("server", ""))
 
-    async def _repair(self) -> None:
+    async def _repair(self, ids: list[str]) -> None:
         """A page of the live index per round: entries without a record go, records without an owner end."""
         k, redis = self._store.keys, self._store.redis
-        ids = [m.decode() for m in await redis.call("ZRANGE", k.live, self._cursor, self._cursor + _REPAIR_PAGE - 1)]
         self._cursor = self._cursor + len(ids) if len(ids) == _REPAIR_PAGE else 0
         if not ids:
             return

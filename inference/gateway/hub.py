@@ -17,6 +17,7 @@ from inference.lifecycle import Outcome, Reason
 from inference.messages import Claimed, Ended, ServerCommand, Step, Superseded, decode_server_message
 from inference.redisio import Subscriber
 from inference.store.store import RequestStore
+from inference.ticks import next_tick
 
 logger = logging.getLogger("sluice.hub")
 
@@ -137,7 +138,7 @@ class Hub:
         config = self._store.config
         last_ping = time.monotonic()
         while True:
-            await asyncio.sleep(config.check_interval)
+            await next_tick(config.check_interval)
             now = time.monotonic()
             if now - last_ping >= config.ping_interval:
                 last_ping = now

@@ -11,6 +11,7 @@ from inference.errors import SluiceError, StoreUnavailable
 from inference.messages import ModelInfo, PoolBeat, ServerBeat, WorkerBeat, encode
 from inference.store.store import RequestStore
 from inference.store.views import StoreViews
+from inference.ticks import next_tick
 
 logger = logging.getLogger("sluice.presence")
 
@@ -64,8 +65,7 @@ class Presence:
         interval = self._store.config.heartbeat_interval
         while True:
             try:
-                await self.beat()
-                workers, pools = await asyncio.gather(self._views.workers(), self._views.pools())
+                _, workers, pools = await asyncio.gather(self.beat(), self._views.workers(), self._views.pools())
                 self.workers, self.pools = workers, pools
                 self._refreshed.set()
             except StoreUnavailable:
@@ -73,7 +73,7 @@ class Presence:
             except SluiceError:
                 logger.exception("no heartbeat", extra={"event": "beat_failed"})
             # A shorter wait while nothing serves: a client waits for the first worker.
-            await asyncio.sleep(interval if self.workers else interval / 4)
+            await next_tick(interval if self.workers else interval / 4)
 
     def models(self) -> dict[str, ModelInfo]:
         """What is really being served, by alias: limits of the weakest worker, slots of all."""

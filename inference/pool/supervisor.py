@@ -19,6 +19,7 @@ from inference.pool.child import Child
 from inference.reaper import Reaper
 from inference.redisio import Commander, connect
 from inference.store import RequestStore, StoreViews
+from inference.ticks import next_tick, until_tick
 from inference.version import VERSION
 
 logger = logging.getLogger("sluice.pool")
@@ -145,7 +146,7 @@ class Supervisor:
         frozen_after = self.config.heartbeat_ttl + self.config.heartbeat_interval
         drain_began: float | None = None
         while True:
-            done, _ = await asyncio.wait([ended], timeout=min(1.0, self.config.heartbeat_interval))
+            done, _ = await asyncio.wait([ended], timeout=until_tick(min(1.0, self.config.heartbeat_interval)))
             if done:
                 return ended.result()
             if self._draining and drain_began is None:
@@ -183,7 +184,7 @@ class Supervisor:
                 logger.debug("no heartbeat: Redis does not answer")
             except SluiceError:
                 logger.exception("no heartbeat", extra={"event": "beat_failed"})
-            await asyncio.sleep(self.config.heartbeat_interval)
+            await next_tick(self.config.heartbeat_interval)
 
     async def _tell(self) -> None:
         """Have the restarts counted where they outlive this pool; what fails now is made up for by the next beat."""

@@ -18,7 +18,6 @@ from redis.exceptions import RedisError
 
 logger = logging.getLogger("sluice.redis")
 
-_PING_AFTER = 1.0
 _LAST_BACKOFF = 1.0
 
 
@@ -43,6 +42,8 @@ class Subscriber:
         self._on_message = on_message
         self._on_connect = on_connect
         self._timeout = timeout
+        # A silence is looked at two more times before it has lasted ``timeout``.
+        self._ping_after = timeout / 2.5
         self._name = name
         self._task: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
@@ -89,7 +90,7 @@ class Subscriber:
             heard = time.monotonic()
             pinged = False
             while True:
-                message = await pubsub.get_message(timeout=_PING_AFTER)
+                message = await pubsub.get_message(timeout=self._ping_after)
                 now = time.monotonic()
                 if message is None:
                     if now - heard > self._timeout:

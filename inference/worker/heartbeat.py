@@ -18,6 +18,7 @@ from inference.errors import EngineDied, SluiceError, StoreUnavailable
 from inference.messages import EngineStats, ModelInfo, WorkerBeat, encode
 from inference.store import RequestStore
 from inference.text import TokenBytes
+from inference.ticks import next_tick
 from inference.version import VERSION
 from inference.worker.usage import device_bytes, resident_bytes
 
@@ -118,7 +119,7 @@ class Heartbeat:
             self._on_beat()
             if sending is None or sending.done():
                 sending = self._loosely(self._try_to_send())
-            await asyncio.sleep(self._config.heartbeat_interval)
+            await next_tick(self._config.heartbeat_interval)
 
     async def _try_to_send(self) -> None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Collection
 
@@ -12,6 +11,7 @@ from inference.errors import StoreUnavailable
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Ending
 from inference.store import RequestStore
+from inference.ticks import next_tick
 
 logger = logging.getLogger("sluice.worker")
 
@@ -48,7 +48,7 @@ class Upkeep:
     async def run(self) -> None:
         """Once per ``interval``: what is held and no longer ours, and what is ours and not held."""
         while True:
-            await asyncio.sleep(self._interval)
+            await next_tick(self._interval)
             ids = list(self._held())
             try:
                 lengths = await self._store.held(ids, "worker", self._worker)

@@ -18,6 +18,7 @@ from inference.messages import Abort, Moved, WorkerBeat, WorkerCommand, decode_w
 from inference.redisio import Commander, Subscriber, connect
 from inference.store import RequestStore
 from inference.store.records import Claim
+from inference.ticks import until_tick
 from inference.worker.heartbeat import Heartbeat, Identity, Served
 from inference.worker.outbox import Outbox
 from inference.worker.sequence import Sequence
@@ -182,7 +183,7 @@ class Worker:
                     await self._claim(alias, served)
             # The message that says "there is work" is a hint; this poll covers its loss.
             try:
-                async with asyncio.timeout(self.config.check_interval):
+                async with asyncio.timeout(until_tick(self.config.check_interval)):
                     await self._wake.wait()
             except TimeoutError:
                 continue

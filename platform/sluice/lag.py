@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 from collections import deque
 
-PERIOD = 0.1
-WINDOW = 100
+from inference.ticks import until_tick
+
+PERIOD = 0.25
+"""Seconds; four looks a second are seldom enough to cost an idle server nothing that can be measured."""
+WINDOW = 40
 
 
 class LagSampler:
@@ -30,8 +33,8 @@ class LagSampler:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + PERIOD
-            await asyncio.sleep(PERIOD)
+            due = loop.time() + (wait := until_tick(PERIOD))
+            await asyncio.sleep(wait)
             self._samples.append(max(0.0, loop.time() - due))
 
     @property
