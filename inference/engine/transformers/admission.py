@@ -53,6 +53,10 @@ class Admission:
     def free_slots(self) -> int:
         return max(0, self.slots - len(self.live) - len(self.leaving))
 
+    def alone(self, generation: Generation) -> bool:
+        """Whether the engine holds this one and no other."""
+        return not self.leaving and list(self.live.values()) == [generation]
+
     def waiting(self) -> int:
         """Live sequences without a token yet."""
         return sum(1 for g in self.live.values() if not g.emitted)

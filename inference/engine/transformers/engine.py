@@ -20,6 +20,7 @@ from inference.config import Config
 from inference.engine.base import Died, EngineOutput, Sink
 from inference.engine.transformers.admission import Admission
 from inference.engine.transformers.batching import Delivery
+from inference.engine.transformers.gathering import Gathering
 from inference.engine.transformers.generation import Generation, Registry
 from inference.engine.transformers.grammar import GrammarCompiler
 from inference.engine.transformers.loading import load_model, set_cpu_threads
@@ -53,6 +54,7 @@ class TransformersEngine:
         self._registry = Registry()
         self._batching: BatchingLoop | None = None
         self._admission: Admission | None = None
+        self._gathering = Gathering(self._start_all, lambda: self._batching_loop.usual_step)
         self._compilers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -139,6 +141,7 @@ class TransformersEngine:
         self._sink = lambda outputs: None
         for task in list(self._tasks):
             task.cancel()
+        self._gathering.stop()
         self._compilers.shutdown(wait=False, cancel_futures=True)
         batching, self._batching = self._batching, None
         if batching is not None:
@@ -203,6 +206,8 @@ class TransformersEngine:
             task = self._loop.create_task(self._start_constrained(generation), name=f"grammar-{job.id}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        elif self._gathering.open or self._admitted.alone(generation):
+            self._gathering.add(generation)
         else:
             try:
                 self._start(generation)
@@ -227,14 +232,23 @@ class TransformersEngine:
             generation.matcher = await self._loop.run_in_executor(
                 self._compilers, self._grammars.matcher, grammar, tokens
             )
-            if not generation.closed:
-                self._start(generation)
-        except (ValueError, EngineDied) as error:
+        except ValueError as error:
             self._on_step([(generation, _failed(generation.job, str(error)))])
         except Exception:
             # The edge of this task: whatever went wrong in the library, the request must end.
             logger.exception("Compiling a grammar failed", extra={"request": generation.job.id})
             self._on_step([(generation, _failed(generation.job, "The grammar could not be compiled."))])
+        else:
+            self._start_all([generation])
+
+    def _start_all(self, generations: list[Generation]) -> None:
+        """Start those that have waited, and that nobody has cancelled meanwhile."""
+        for generation in generations:
+            if not generation.closed:
+                try:
+                    self._start(generation)
+                except EngineDied:
+                    return  # so does the worker: what it holds goes on elsewhere
 
     def _start(self, generation: Generation) -> None:
         self._check_alive()

@@ -80,9 +80,10 @@ class BatchingLoop:
             if any(processor.cb_config.cuda_graph_booleans):
                 rows = processor.cb_config.max_requests_per_batch
                 processor.model_runner = SplitRunner(processor.model_runner, rows, loaded.vocab_size, device)
+            self._pace = Pace(config.prefill_budget)
             processor.scheduler.attach(
                 registry,
-                Pace(config.prefill_budget),
+                self._pace,
                 log,
                 lambda keys: router.post(cancelled, keys),
                 manager.distributed_helper,
@@ -110,6 +111,11 @@ class BatchingLoop:
         self.manager._generation_thread.join()
         error: BaseException | None = self.manager.background_thread_status.fatal_error
         return error
+
+    @property
+    def usual_step(self) -> float:
+        """Seconds of a step that only decodes; 0 where none has been yet."""
+        return self._pace.decode_seconds
 
     def add(self, generation: Generation) -> bool:
         """Queue a sequence under a key of its own; false where the loop takes no more.

@@ -25,6 +25,9 @@ class Pace:
 
     Args:
         budget: most prompt tokens per step, ever.
+
+    Attributes:
+        decode_seconds: a usual step that only decodes; 0 where none has been yet.
     """
 
     _LEAST = 16
@@ -33,24 +36,24 @@ class Pace:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self._decode_seconds = 0.0
+        self.decode_seconds = 0.0
         self._token_seconds = 0.0
 
     def chunk(self, decoding: int) -> int:
         """Prompt tokens for the next step beside ``decoding`` sequences."""
         if not decoding:
             return self.budget
-        if not self._decode_seconds or not self._token_seconds:
+        if not self.decode_seconds or not self._token_seconds:
             return min(self._FIRST, self.budget)
-        fitting = int((LONGEST_PAUSE - 1) * self._decode_seconds / self._token_seconds)
+        fitting = int((LONGEST_PAUSE - 1) * self.decode_seconds / self._token_seconds)
         return max(min(fitting, self.budget), min(self._LEAST, self.budget))
 
     def learn(self, decoding: int, prefilled: int, seconds: float) -> None:
         """Take in a finished step."""
         if not prefilled:
-            self._decode_seconds = self._mean(self._decode_seconds, seconds)
+            self.decode_seconds = self._mean(self.decode_seconds, seconds)
         elif prefilled >= self._LEAST:
-            spent = seconds - (self._decode_seconds if decoding else 0.0)
+            spent = seconds - (self.decode_seconds if decoding else 0.0)
             self._token_seconds = self._mean(self._token_seconds, max(spent, 1e-6) / prefilled)
 
     def _mean(self, old: float, new: float) -> float:
