@@ -44,6 +44,8 @@ from inference.worker.worker import Worker
 
 CONCURRENCY = (1, 8, 32)
 PROMPT_TOKENS = 48
+WARM_UP = 16
+"""Tokens per answer in the first round, which is not counted."""
 
 
 SERVER = "bench"
@@ -115,9 +117,9 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     engine = ours.engine
     bare, static = (Rival(kind, options.model, options.device, config) for kind in ("bare", "static"))
     report["dtype"] = str(engine._loaded.model.dtype).removeprefix("torch.")
-    vocabulary, length = engine._loaded.vocab_size, options.length
+    vocabulary = engine._loaded.vocab_size
 
-    async def timed(prompts: list[list[int]], **params: float) -> tuple[float, float]:
+    async def timed(prompts: list[list[int]], length: int, **params: float) -> tuple[float, float]:
         started, worked = time.perf_counter(), time.process_time()
         await ours.run(prompts, length, **params)
         return time.perf_counter() - started, time.process_time() - worked
@@ -128,16 +130,17 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         work: dict[str, list[float]] = {name: [] for name in rates}
         for round_ in range(options.rounds + 1):
             p = [prompts_of(vocabulary, count, 10 * round_ + i) for i in range(4)]
+            length = options.length if round_ else WARM_UP
             runs: dict[str, Callable[[], Awaitable[tuple[float, float]]]] = {
-                "bare": lambda p=p: bare.run(p[0], length),
-                "engine": lambda p=p: timed(p[1]),
-                "sampled": lambda p=p: timed(p[2], temperature=0.8, top_p=0.95),
-                "static": lambda p=p: static.run(p[3], length),
+                "bare": lambda p=p, length=length: bare.run(p[0], length),
+                "engine": lambda p=p, length=length: timed(p[1], length),
+                "sampled": lambda p=p, length=length: timed(p[2], length, temperature=0.8, top_p=0.95),
+                "static": lambda p=p, length=length: static.run(p[3], length),
             }
             order = list(runs) if round_ % 2 else list(runs)[::-1]
             for name in order:
                 seconds, cpu = await runs[name]()
-                if round_:  # the first round warms up
+                if round_:
                     rates[name].append(count * length / seconds)
                     work[name].append(cpu)
         row: dict[str, Any] = {name: round(statistics.median(values), 1) for name, values in rates.items()}
@@ -193,7 +196,13 @@ def main() -> None:
     parser.add_argument("--model", help="model folder; default: the fetched model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--length", type=int, default=48, help="tokens per answer")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=128,
+        help="tokens per answer; the shorter, the more weighs that ours start and end in turn, so that "
+        "no running stream pauses",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrent", type=int, nargs="+", default=list(CONCURRENCY))
     parser.add_argument("--cache-tokens", type=int, default=32768)
