@@ -118,6 +118,40 @@ def test_keep_alive_and_pipelined_requests_are_answered_in_order(server: ServerP
     )
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GET /livez\r\n\r\n",
+        b"GET /livez HTTP/2.0\r\nHost: x\r\n\r\n",
+        b"G(T /livez HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET  /livez HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nno colon\r\nHost: x\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: x\r\nX Y: z\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: x\r\nX-A: \x00\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1x\r\n\r\na",
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\na",
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\na",
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\na",
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\na\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
+        b"GET http:///livez HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET http://me@x/livez HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET http://x/livez#top HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET ftp://x/livez HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+    ids=lambda raw: repr(raw)[2:60],
+)
+def test_what_is_no_http_is_refused_in_words_and_nothing_runs(server: ServerProcess, raw: bytes) -> None:
+    before = server.state()["events"]
+    status, headers, body = answer(server.request(raw + b"POST /echo HTTP/1.1\r\nHost: x\r\n\r\n"))
+    assert status == 400
+    assert headers["connection"] == "close"
+    assert headers["content-type"] == "application/json"
+    assert body["error"]["code"] == "bad_request"
+    assert server.state()["events"] == before
+
+
 def test_connections_over_the_cap_are_told_so(start: Start) -> None:
     server = start("--max-connections", "5")
     held = [server.connect() for _ in range(4)]

@@ -11,7 +11,7 @@ from twisted.internet.protocol import Protocol
 from twisted.web import http
 
 from sluice.consumers.errors import error_body
-from sluice.server import sockets
+from sluice.server import sockets, target
 from sluice.server.gate import WriteGate
 
 _PHRASES = {status.value: status.phrase.encode("ascii") for status in HTTPStatus}
@@ -36,6 +36,9 @@ class SluiceRequest(WebRequest):
     def process(self) -> Any:
         # Daphne would believe any client about where the site is mounted.
         self.requestHeaders.removeHeader(b"daphne-root-path")
+        if wrong := target.settle(self):
+            self.basic_error(400, b"Bad Request", wrong)
+            return None
         protocols = b",".join(self.requestHeaders.getRawHeaders(b"sec-websocket-protocol", []))
         if not protocols.isascii() or b"%" in protocols:  # it would also decode what is not encoded
             self.basic_error(400, b"Bad Request", "Invalid characters in Sec-WebSocket-Protocol.")
@@ -244,6 +247,10 @@ class SluiceChannel(http.HTTPChannel):
         super().resumeProducing()
 
     # --- refusing ---------------------------------------------------------------------
+
+    def _respondToBadRequestAndDisconnect(self) -> None:
+        # Twisted's answer to what it can not parse: a bare status line, and some of the rest is read on.
+        self._refuse(400, b"Bad Request", "The request is not well-formed HTTP.", "bad_request")
 
     def refuse_body(self) -> None:
         limit = self.server.config.max_body_bytes

@@ -31,7 +31,8 @@ GUARDED = [
 ]  # fmt: skip
 SPELLINGS = ["//v1/chat/completions", "/v1/../v1/chat/completions", "/v1/../generate", "/V1/chat/completions",
              "/v1/chat/completions/", "/generate/", "/v1//chat/completions", "/%761/chat/completions",
-             "/v1/chat%2fcompletions", "/v1/chat/completions;x", "/./generate"]  # fmt: skip
+             "/v1/chat%2fcompletions", "/v1/chat/completions;x", "/./generate", "http://x/v1/chat/completions",
+             "http://x//generate", "http://x/v1/../generate", "http:///generate", "http://x@y/generate"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "path"), GUARDED, ids=[f"{m} {p}" for m, p in GUARDED])
