@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 from typing import Any
 
@@ -46,14 +47,25 @@ class _Referring(msgspec.Struct):
     id: Reference | None = None
 
 
+_TEXT = r'"(?:[^"\\]|\\.)*+"'
+#: A reference that comes before everything but plain texts and numbers.
+_LEADING = re.compile(rf'\ufeff?\s*{{\s*(?:{_TEXT}\s*:\s*(?:{_TEXT}|[\w.+-]++)\s*,\s*)*?("id"\s*:\s*{_TEXT})')
+
+
 def _reference_in(text: str) -> str | None:
     try:
         return msgspec.json.decode(text, type=_Referring).id
     except (msgspec.DecodeError, RecursionError):
         pass
-    # Clients write what is no strict JSON, NaN or half a surrogate pair, and want to know whose end it is.
-    with contextlib.suppress(ValueError, msgspec.ValidationError, RecursionError):
-        ref = msgspec.convert(json.loads(text), _Referring).id
+    # Clients write what is no strict JSON, NaN, half a surrogate pair or a byte order mark, and want to know whose end
+    # it is. Of what is nested too deeply only the beginning is read.
+    with contextlib.suppress(ValueError, msgspec.ValidationError):
+        try:
+            whole = json.loads(text.removeprefix("\ufeff"))
+        except RecursionError:
+            found = _LEADING.match(text)
+            whole = json.loads(f"{{{found[1]}}}") if found else None
+        ref = msgspec.convert(whole, _Referring).id
         if ref is not None and ref.encode():
             return ref
     return None

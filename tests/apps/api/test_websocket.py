@@ -261,6 +261,32 @@ async def test_a_message_that_is_no_strict_json_is_answered_under_its_reference(
         assert (await hear(socket))["id"] is None
 
 
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "ref"),
+    [
+        ('\ufeff{"type": "generate", "id": "a", "prompt": "x"}', "a"),
+        ('{"type": "generate", "id": "a", "prompt": ' + DEEP, "a"),
+        ('\ufeff{"type": "generate", "max_tokens": 5, "stream": true, "id": "a \\"b\\"", "x": ' + DEEP, 'a "b"'),
+        ('{"messages": [{"id": "not mine"}], "x": ' + DEEP + ', "id": "a"}', None),
+        ('{"x": ' + DEEP + ', "id": "a"}', None),
+        ('{"id": ' + DEEP, None),
+        ('{"prompt": "{\\"id\\": \\"not mine\\"", "x": ' + DEEP, None),
+        ('[{"id": "not mine"}]', None),
+    ],
+    ids=["mark", "deep", "mark and deep", "behind a list", "behind the depth", "deep itself", "in a text", "in a list"],
+)
+async def test_a_message_that_can_not_be_read_is_answered_under_its_reference_where_it_shows(
+    site: Site, text: str, ref: str | None
+) -> None:
+    async with opened(site) as socket:
+        await socket.send(text)
+        error = await hear(socket)
+        assert (error["type"], error["id"], error["status"]) == ("error", ref, 400)
+
+
 async def test_a_cancel_right_behind_its_generate_is_answered(site: Site) -> None:
     async with opened(site) as socket:
         for _ in range(20):
