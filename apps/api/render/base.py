@@ -87,18 +87,20 @@ def text_logprobs(
     Args:
         offset: characters of answer text before the first entry.
     """
-    tokens, offsets = [], []
+    tokens, offsets, tops = [], [], []
     for entry in entries:
         name = _legacy_name(tokenizer, entry.token_id)
         tokens.append(name)
         offsets.append(offset)
-        offset += len(name) if not name.startswith("bytes:") else 0
+        # The chosen token is always among them, as one more where it is not one of the likeliest.
+        top = {_legacy_name(tokenizer, token_id): logprob for token_id, logprob in entry.top[:count]}
+        tops.append(top | {name: entry.logprob})
+        # A character counts with its first byte: tokens may be parts of one, and special ones show nothing.
+        offset += sum(byte & 0xC0 != 0x80 for byte in tokenizer.visible_bytes(entry.token_id))
     out = {
         "tokens": tokens,
         "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [
-            {_legacy_name(tokenizer, token_id): logprob for token_id, logprob in entry.top[:count]} for entry in entries
-        ],
+        "top_logprobs": tops,
         "text_offset": offsets,
     }
     return out, offset

@@ -348,7 +348,7 @@ def entries(path: str, answer: Answer) -> list[Any]:
     ("text", "fields"),
     [
         ("some words", {"max_tokens": 12}),
-        (say(FAMILY), {"max_tokens": 200}),
+        (say(FAMILY + " end"), {"max_tokens": 200}),
         (say("abcdefgh"), {"max_tokens": 50, "stop": "ef"}),
         (say("aab then aaab"), {"max_tokens": 50, "stop": ["aaab"]}),
         ("some words", {"max_tokens": 8, "top_k": 1}),
@@ -368,7 +368,13 @@ async def test_oc_11_log_probabilities(site: Site, mode: str, text: str, fields:
     parts = entries(COMPLETIONS, legacy)
     tokens = [t for part in parts for t in part["tokens"]]
     values = [v for part in parts for v in part["token_logprobs"]]
-    assert len(tokens) == len(values) == sum(len(part["text_offset"]) for part in parts)
+    offsets = [at for part in parts for at in part["text_offset"]]
+    assert len(tokens) == len(values) == len(offsets)
+    for token, at in zip(tokens, offsets, strict=True):
+        assert token.startswith("bytes:") or legacy.text[at : at + len(token)] == token[: max(0, len(legacy.text) - at)]
+    for token, value, top in zip(tokens, values, [top for part in parts for top in part["top_logprobs"]], strict=True):
+        assert top[token] == value
+        assert len(top) in (5, 6)
     assert legacy.tokens - len(tokens) in (0, 1)
     assert all(math.isfinite(v) for v in values)
 
