@@ -11,7 +11,7 @@ from apps.api import deps, jobs, plan, prompts, upstream
 from apps.api import tools as toolkit
 from apps.api.errors import invalid
 from apps.api.http import ApiConsumer
-from apps.api.schema.base import Decoder
+from apps.api.schema.base import Decoder, expect_nothing
 from apps.api.schema.generation import DetokenizeBody, TokenizeBody
 from inference.config import ModelSpec
 
@@ -110,5 +110,6 @@ class TicketConsumer(ApiConsumer):
     """``POST /v1/tickets``: a single-use ticket for a browser's WebSocket."""
 
     async def post(self, body: bytes) -> None:
+        expect_nothing(body)
         ticket = await issue_ticket(self.caller)
         await self.send_json(200, {"ticket": ticket, "expires_in": TICKET_SECONDS})

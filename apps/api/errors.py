@@ -129,10 +129,15 @@ def from_refusal(exc: Refused | StoreUnavailable, model: str, retry_after: float
     return ApiError(503, str(exc), code="refused", retry_after=wait)
 
 
-def over_limit(exc: LimitExceeded) -> ApiError:
-    """The caller's own limits: 429 with the wait, or 400 where waiting would not help."""
+def over_limit(exc: LimitExceeded, asked_as: str | None = None) -> ApiError:
+    """The caller's own limits: 429 with the wait, or 400 where waiting would not help.
+
+    Args:
+        asked_as: the field that says how long an answer may be.
+    """
     if exc.retry_after is None:
-        return ApiError(400, str(exc), code="limit_exceeded", headers=header_pairs(exc.headers))
+        param = asked_as if exc.limit == "max_tokens" else None
+        return ApiError(400, str(exc), param=param, code="limit_exceeded", headers=header_pairs(exc.headers))
     return ApiError(
         429,
         str(exc),

@@ -73,7 +73,7 @@ class Generation:
                 )
                 self.streams.append(await self._stack.enter_async_context(gateway.request(spec)))
         except LimitExceeded as exc:
-            raise over_limit(exc) from None
+            raise over_limit(exc, plan.asked_as) from None
         except (Refused, StoreUnavailable) as exc:
             self._settle_lease(0)
             # Those already accepted are given up; nothing has been sent to the client.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import parse_qs
 
 from apps.accounts.principal import Principal
-from apps.api.errors import ApiError, from_refusal
+from apps.api.errors import ApiError, from_refusal, invalid
 from apps.api.generation import Generation
 from apps.api.plan import Plan
 from apps.api.render.base import Renderer, error_event, queue_event
@@ -35,6 +36,18 @@ class ApiConsumer(StreamingHttpConsumer):
         """The peer's address, for the operator's view."""
         peer = self.scope.get("client")
         return str(peer[0]) if peer else ""
+
+    @property
+    def query(self) -> dict[str, list[str]]:
+        """The fields of the query, those without a value left out.
+
+        Raises:
+            ApiError: 400, too many.
+        """
+        try:
+            return parse_qs(self.scope.get("query_string", b"").decode("latin-1"), max_num_fields=20)
+        except ValueError:
+            raise invalid("The query has more than 20 fields.", None, "invalid_value") from None
 
     def error_reply(self, exc: Exception) -> tuple[int, Any, list[tuple[bytes, bytes]]]:
         if isinstance(exc, (Refused, StoreUnavailable)):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from apps.accounts.principal import Principal
 from apps.api import deps, structured
 from apps.api import tools as toolkit
 from apps.api.errors import invalid
@@ -82,6 +83,7 @@ class Maker:
 async def maker_for(
     body: Sampling,
     model: str,
+    caller: Principal,
     asked: int | None,
     response_format: ResponseFormat | None,
     use: toolkit.ToolUse | None = None,
@@ -99,7 +101,8 @@ async def maker_for(
         grammar = structured.constraint(response_format, use)
     if grammar is not None:
         await structured.check(grammar)
-    default = min(filter(None, (config.default_max_tokens, cap)), default=0)
+    own = (quota.max_tokens for quota in caller.quotas)
+    default = min(filter(None, (config.default_max_tokens, cap, *own)), default=0)
     least = body.min_tokens or 0
     if asked is not None and least > asked:
         raise invalid(f"min_tokens is more than {asked_as}.", "min_tokens", "invalid_value")

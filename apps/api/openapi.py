@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from apps.api import answers
+from apps.api.schema.base import NoFields
 from apps.api.schema.embeddings import EmbeddingBody
 from apps.api.schema.generation import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
 from apps.api.schema.responses import ResponseBody
@@ -34,11 +35,13 @@ OPERATIONS: dict[str, dict[str, tuple[str, str, type | None, type, bool]]] = {
         "get": ("Requests", "A request in flight", None, answers.Request, False),
         "delete": ("Requests", "Cancel a request", None, answers.Request, False),
     },
-    "/v1/requests/{request_id}/cancel": {"post": ("Requests", "Cancel a request", None, answers.Request, False)},
+    "/v1/requests/{request_id}/cancel": {"post": ("Requests", "Cancel a request", NoFields, answers.Request, False)},
     "/v1/requests/{request_id}/events": {
         "get": ("Requests", "Read on in a resumable request's stream", None, answers.Request, True)
     },
-    "/v1/tickets": {"post": ("Requests", "A single-use ticket for a browser's WebSocket", None, answers.Ticket, False)},
+    "/v1/tickets": {
+        "post": ("Requests", "A single-use ticket for a browser's WebSocket", NoFields, answers.Ticket, False)
+    },
 }
 
 ERRORS = {
@@ -126,7 +129,8 @@ def _operation(
         },
     }
     if body is not None:
-        out["requestBody"] = {"required": True, "content": {"application/json": {"schema": names[body]}}}
+        content = {"application/json": {"schema": names[body]}}
+        out["requestBody"] = {"required": body is not NoFields, "content": content}
     parameters = [
         {"name": name, "in": "path", "required": True, "description": text, "schema": {"type": "string"}}
         for name, text in PARAMETERS.items()

@@ -42,6 +42,7 @@ class Plan:
         keep: answers returned per prompt (``n``); fewer than generated with ``best_of``.
         echo: per prompt, the text to put in front.
         show_logprobs: alternatives to show, ``None`` for no log probabilities.
+        asked_as: the field in which the caller says how long an answer may be.
     """
 
     id: str
@@ -57,6 +58,7 @@ class Plan:
     echo: list[str] = field(default_factory=list)
     show_logprobs: int | None = None
     tools: toolkit.ToolUse | None = None
+    asked_as: str = "max_tokens"
     priority: str = "normal"
     timeout: float = 600.0
     resumable: bool = False
@@ -75,8 +77,12 @@ async def chat(
     endpoint: str = "chat",
     request_id: str = "",
     continue_final: bool = False,
+    asked_as: str = "",
 ) -> Plan:
     """``POST /v1/chat/completions``.
+
+    Args:
+        asked_as: what the caller knows ``max_completion_tokens`` as, where that is another name.
 
     Raises:
         ApiError: the request is wrong, or its prompt can not be prepared now.
@@ -91,8 +97,9 @@ async def chat(
     messages = prompts.conversation(body.messages)
     kwargs = dict(body.chat_template_kwargs or {})
     names = [name for name in ("max_tokens", "max_completion_tokens") if getattr(body, name) is not None]
-    asked_as = min(names, key=lambda name: getattr(body, name), default="max_tokens")
-    maker = await maker_for(body, body.model, getattr(body, asked_as), body.response_format, use, asked_as)
+    given = min(names, key=lambda name: getattr(body, name), default="max_tokens")
+    asked_as = asked_as or given
+    maker = await maker_for(body, body.model, caller, getattr(body, given), body.response_format, use, asked_as)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     forward: list[str] | None = None
     if maker.tokenizer.upstream:
@@ -119,6 +126,7 @@ async def chat(
         per_prompt=body.n or 1,
         show_logprobs=logprobs,
         tools=use,
+        asked_as=asked_as,
         **_service(body, caller),
     )
 
@@ -142,7 +150,7 @@ async def completion(body: CompletionBody, caller: Principal) -> Plan:
             "prompt",
             "invalid_value",
         )
-    maker = await maker_for(body, body.model, body.max_tokens, body.response_format)
+    maker = await maker_for(body, body.model, caller, body.max_tokens, body.response_format)
     forward: list[str] | None = None
     if maker.tokenizer.upstream:
         upstream.check(
@@ -189,7 +197,7 @@ async def generate(body: GenerateBody, caller: Principal, *, endpoint: str = "ge
     model = resolve_model(body.model, caller)
     _check_generates(model, caller)
     check_one_of(body.prompt, body.messages)
-    maker = await maker_for(body, model, body.max_tokens, body.response_format)
+    maker = await maker_for(body, model, caller, body.max_tokens, body.response_format)
     forward = [upstream.generate_text(body)] if maker.tokenizer.upstream else None
     if body.prompt is not None:
         if body.chat_template_kwargs:
@@ -283,9 +291,11 @@ def _check_completion(body: CompletionBody, keep: int) -> None:
     if body.best_of is not None and body.best_of < keep:
         raise invalid("best_of is less than n.", "best_of", "invalid_value")
     if body.best_of is not None and body.best_of > keep and body.stream:
-        raise invalid("The best answers are known at the end only: best_of above n can not be streamed.", "best_of")
+        text = "The best answers are known at the end only: best_of above n can not be streamed."
+        raise invalid(text, "best_of", "invalid_value")
     if body.echo and body.logprobs is not None:
-        raise invalid("Log probabilities of the prompt are not available: echo goes without logprobs.", "echo")
+        text = "Log probabilities of the prompt are not available: echo goes without logprobs."
+        raise invalid(text, "echo", "invalid_value")
 
 
 def _check_resumable(body: Sampling, jobs: list[Job]) -> None:

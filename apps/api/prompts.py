@@ -61,7 +61,8 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         item: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text_of(message.content)}
         if isinstance(message, ToolMessage):
             if called and message.tool_call_id not in called:
-                raise invalid("The tool message answers no call of this conversation.", f"messages[{at}].tool_call_id")
+                text = "The tool message answers no call of this conversation."
+                raise invalid(text, f"messages[{at}].tool_call_id", "invalid_value")
             item["tool_call_id"] = message.tool_call_id
         elif message.name is not None:
             item["content"] = f"{message.name}: {item['content']}"
@@ -112,7 +113,8 @@ def chat_ids(
     except ChatTemplateError as exc:
         raise invalid(str(exc), "messages", "invalid_value") from None
     except RecursionError:
-        raise invalid("A tool or a call is nested too deeply.", "tools" if use is not None else "messages") from None
+        param = "tools" if use is not None else "messages"
+        raise invalid("A tool or a call is nested too deeply.", param, "invalid_value") from None
     return _checked(ids, limit, "messages")
 
 
@@ -169,7 +171,8 @@ def given_ids(tokenizer: Tokenizer, ids: Sequence[int], limit: int, param: str =
     size = tokenizer.vocab_size
     for at, token_id in enumerate(ids):
         if not 0 <= token_id < size:
-            raise invalid(f"Token id {at} of the prompt is outside of the vocabulary (0 to {size - 1}).", param)
+            text = f"Token id {at} of the {param} is outside of the vocabulary (0 to {size - 1})."
+            raise invalid(text, param, "invalid_value")
     return _checked(list(ids), limit, param)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import parse_qs
 
 from apps.accounts.principal import Principal
 from apps.api import deps
@@ -14,7 +13,7 @@ from apps.api.render.base import Renderer, error_event
 from apps.api.render.chat import ChatRenderer
 from apps.api.render.completions import CompletionRenderer
 from apps.api.render.generate import GenerateRenderer
-from apps.api.schema.base import MAX_CHOICES
+from apps.api.schema.base import MAX_CHOICES, expect_nothing
 from inference.lifecycle import Reason
 from inference.store import RequestView
 
@@ -116,6 +115,7 @@ class CancelConsumer(RequestConsumer):
     """``POST /v1/requests/{id}/cancel``."""
 
     async def post(self, body: bytes) -> None:
+        expect_nothing(body)
         await self.cancel_request()
 
 
@@ -159,13 +159,9 @@ class EventsConsumer(ApiConsumer):
 
     def _after(self) -> int:
         """Number of the last event that the client has: the header, or ``?after=``."""
-        value = self.header("last-event-id")
+        name, value = "Last-Event-ID", self.header("last-event-id")
         if not value:  # an empty one says that no event has been seen
-            try:
-                query = parse_qs(self.scope.get("query_string", b"").decode("latin-1"), max_num_fields=20)
-            except ValueError:
-                raise invalid("The query has more than 20 fields.", None, "invalid_value") from None
-            value = query.get("after", ["0"])[0]
+            name, value = "after", self.query.get("after", ["0"])[0]
         if not value.isascii() or not value.isdigit() or len(value) > 10:
-            raise invalid("Last-Event-ID must be the number of an event.", "Last-Event-ID", "invalid_value")
+            raise invalid(f"{name} must be the number of an event.", name, "invalid_value")
         return int(value)

@@ -49,6 +49,7 @@ class ResponsesConsumer(ApiConsumer):
                 self.caller,
                 endpoint="responses",
                 request_id=plan.new_id("resp").replace("-", "_"),
+                asked_as="max_output_tokens",
             )
         except ApiError as exc:
             raise in_own_words(exc) from None
@@ -91,6 +92,7 @@ class ResponseConsumer(ApiConsumer):
 
     async def get(self, body: bytes) -> None:
         self.need("read")
+        self._check_query()
         kept = await find(self.kwargs["response_id"], self, "response_id")
         await self.send_json(200, kept.body())
 
@@ -99,6 +101,13 @@ class ResponseConsumer(ApiConsumer):
         kept = await find(self.kwargs["response_id"], self, "response_id")
         await database_sync_to_async(models.forget)(kept.pk)
         await self.send_json(200, {"id": kept.pk, "object": "response", "deleted": True})
+
+    def _check_query(self) -> None:
+        """Refuse to stream what is kept, and whatever else could be asked of it."""
+        for name, values in self.query.items():
+            if name in ("stream", "include_obfuscation") and values == ["false"]:
+                continue
+            raise invalid(f"A kept response is told whole: {name!r} is not supported.", name, "unsupported_parameter")
 
 
 async def find(response_id: str, consumer: ApiConsumer, param: str) -> models.KeptResponse:
@@ -168,9 +177,6 @@ def in_own_words(error: ApiError) -> ApiError:
         error.param = "text.format"
     elif param.startswith("tools["):
         error.param = param.replace(".function", "", 1)
-    elif param == "max_completion_tokens":
-        error.param = "max_output_tokens"
-        error.message = error.message.replace(param, "max_output_tokens")
     return error
 
 

@@ -31,6 +31,10 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaul
     """A request body. A field it does not know is refused by name."""
 
 
+class NoFields(Body):
+    """What is asked for takes no parameters: no body, or an empty object."""
+
+
 class Part(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """An object inside a body."""
 
@@ -79,6 +83,19 @@ class Decoder(Generic[T]):
             raise invalid("The body is nested too deeply.", code="invalid_json") from None
 
 
+_decode_nothing = Decoder(NoFields)
+
+
+def expect_nothing(raw: bytes) -> None:
+    """Accept no body, or an empty object.
+
+    Raises:
+        ApiError: 400; what else it holds is refused by name.
+    """
+    if raw.strip():
+        _decode_nothing(raw)
+
+
 def explain(text: str) -> ApiError:
     """Turn one of msgspec's messages into an error that names the field."""
     path = ""
@@ -93,9 +110,9 @@ def explain(text: str) -> ApiError:
     if found := _MISSING.match(text):
         param = f"{path}.{found[1]}" if path else found[1]
         return invalid(f"Missing required parameter: {param!r}.", param, "missing_required_parameter")
-    name = path.split("[")[0]
+    name = path.rpartition(".")[2].partition("[")[0]
     if name in REFUSED and text.startswith("Expected `null`"):
-        return invalid(f"{name!r} is not supported: {REFUSED[name]}", name, "unsupported_parameter")
+        return invalid(f"{path!r} is not supported: {REFUSED[name]}", path, "unsupported_parameter")
     sentence = text[0].lower() + text[1:]
     if not path:
         return invalid(f"The body is wrong: {sentence}.", None, "invalid_value")

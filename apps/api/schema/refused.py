@@ -13,7 +13,7 @@ REFUSED: dict[str, str] = {
     "background_options": "use /v1/chat/completions with resumable: true, and read /v1/requests/{id}/events.",
     "context_management": "conversations are sent in full.",
     "conversation": "conversations are sent in full, or continued with previous_response_id.",
-    "function_call": "it is deprecated; use tool_choice.",
+    "function_call": "it is deprecated; use tool_choice, and tool_calls in messages.",
     "functions": "it is deprecated; use tools.",
     "image": "no model here makes images.",
     "include": "there is nothing more to include.",
@@ -29,7 +29,7 @@ REFUSED: dict[str, str] = {
     "resumable": "use /v1/chat/completions.",
     "suffix": "no model here fills in the middle.",
     "top_logprobs": "use /v1/chat/completions.",
-    "verbosity": "say in the prompt how long the answer should be, or set max_completion_tokens.",
+    "verbosity": "say in the prompt how long the answer should be, or limit its tokens.",
     "web_search_options": "there is no web search.",
 }
 

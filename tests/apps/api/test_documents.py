@@ -62,6 +62,22 @@ def test_documents_are_public_and_every_route_is_described(site: Site) -> None:
     assert httpx.get(f"{site.url}/asyncapi.json").json()["asyncapi"] == "3.0.0"
 
 
+async def test_what_takes_no_parameters_refuses_them_by_name(site: Site) -> None:
+    async with site.client() as client:
+        for path in ("/v1/tickets", "/v1/requests/gen-none/cancel"):
+            for body in (b"", b" \n", b"{}", b" {} "):
+                assert (await client.post(path, content=body)).status_code in (200, 404)
+            for body, code, param in (
+                (b'{"user": "x"}', "unknown_parameter", "user"),
+                (b"[]", "invalid_value", None),
+                (b"null", "invalid_value", None),
+                (b"hello", "invalid_json", None),
+            ):
+                reply = await client.post(path, content=body)
+                error = reply.json()["error"]
+                assert (reply.status_code, error["code"], error["param"]) == (400, code, param)
+
+
 def test_asyncapi_examples_match_their_schemas() -> None:
     document = asyncapi.document()
     for name, message in document["components"]["messages"].items():

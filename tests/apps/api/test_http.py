@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.apps.api import live
 from tests.apps.api.live import Site, chat, events
 from tests.support import eventually
 
@@ -344,7 +345,12 @@ async def test_a_resumable_stream_is_read_on_by_another_connection(site: Site) -
             assert (await other.get(path)).status_code == 404
         rest = await client.get(path, headers={"Last-Event-ID": str(last)})
         again = await client.get(path)
-        assert (await client.get(path, headers={"Last-Event-ID": "x"})).status_code == 400
+        for asked, name in (
+            ({"headers": {"Last-Event-ID": "x"}}, "Last-Event-ID"),
+            ({"params": {"after": -1}}, "after"),
+        ):
+            wrong = await client.get(path, **asked)
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, name)
     assert rest.status_code == 200
     more = [json.loads(p) for p in events(rest.text)[:-1]]
     got += texts("/v1/chat/completions", more)
@@ -372,7 +378,8 @@ async def test_se_06_a_large_body_is_refused_fast(site: Site) -> None:
 async def test_a_caller_is_held_to_its_limits_on_every_transport(site: Site) -> None:
     async with site.client(site.limited) as client:
         long = await client.post("/v1/chat/completions", json=chat(max_tokens=50))
-        assert (long.status_code, long.json()["error"]["code"]) == (400, "limit_exceeded")
+        error = long.json()["error"]
+        assert (long.status_code, error["code"], error["param"]) == (400, "limit_exceeded", "max_tokens")
         first = await client.post("/v1/chat/completions", json=chat())
         second = await client.post("/generate", json={"prompt": "x", "max_tokens": 2})
         third = await client.post("/v1/chat/completions", json=chat(stream=True))
@@ -381,6 +388,33 @@ async def test_a_caller_is_held_to_its_limits_on_every_transport(site: Site) -> 
     assert third.status_code == 429
     assert int(third.headers["retry-after"]) >= 1
     assert third.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+SAY = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": SAY}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": SAY, "stream": True}, "max_completion_tokens"),
+        ("/v1/completions", {"prompt": "x"}, "max_tokens"),
+        ("/v1/responses", {"input": "x"}, "max_output_tokens"),
+        ("/generate", {"prompt": "x"}, "max_tokens"),
+    ],
+)
+async def test_the_most_that_a_key_may_ask_for_is_the_default_and_more_is_refused_by_name(
+    site: Site, path: str, body: dict[str, Any], param: str
+) -> None:
+    key = live.manage(site, "apikey", "create", "brief", "--quiet", "--max-tokens-per-request", "20").strip()
+    asked = {"model": "demo", "temperature": 0, "ignore_eos": True, **body}
+    async with site.client(key) as client:
+        long = await client.post(path, json={**asked, param: 21})
+        error = long.json()["error"]
+        assert (long.status_code, error["code"], error["param"]) == (400, "limit_exceeded", param)
+        whole = await client.post(path, json={**asked, "stream": False})
+    usage = whole.json()["usage"]
+    assert usage.get("completion_tokens", usage.get("output_tokens")) == 20
 
 
 async def test_lc_08_a_full_queue_refuses_at_once_with_a_time(site: Site) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, get_type_hints
 
+import openai
 import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_params
@@ -89,6 +90,8 @@ PARTLY: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/responses", {"truncation": "auto"}, "truncation"),
     ("/v1/responses", {"service_tier": "flex"}, "service_tier"),
     ("/v1/responses", {"text": {"verbosity": "low"}}, "text.verbosity"),
+    ("/v1/chat/completions", {"messages": [{"role": "assistant", "content": "x", "audio": {"id": "y"}}]},
+     "messages[0].audio"),
     ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools[0]"),
     ("/v1/responses", {"tool_choice": {"type": "file_search"}}, "tool_choice"),
     ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
@@ -146,6 +149,19 @@ async def test_the_options_of_a_stream(site: Site) -> None:
             reply = await client.post(path, json=body)
             assert reply.status_code == 200
             assert "obfuscation" not in reply.text
+
+
+async def test_a_kept_response_is_told_whole(site: Site) -> None:
+    client = openai.OpenAI(base_url=f"{site.url}/v1", api_key=site.key, max_retries=0)
+    made = client.responses.create(model="demo", input="x", max_output_tokens=2)
+    assert client.responses.retrieve(made.id, stream=False).id == made.id
+    for fields, name in (
+        ({"stream": True}, "stream"), ({"include": ["message.output_text.logprobs"]}, "include[]"),
+        ({"stream": True, "starting_after": 2}, "st"), ({"extra_query": {"foo": 1}}, "foo"),
+    ):  # fmt: skip
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.retrieve(made.id, **fields)  # type: ignore[call-overload]
+        assert str(refused.value.param).startswith(name)
 
 
 INEFFECTIVE: list[tuple[str, dict[str, Any], str]] = [
