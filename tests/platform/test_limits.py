@@ -12,7 +12,9 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as ws_connect
 
+from sluice.server.http import SPARE
 from tests.platform.conftest import ServerProcess
+from tests.support import eventually_sync
 
 pytestmark = pytest.mark.timeout(60)
 Start = Callable[..., ServerProcess]
@@ -158,13 +160,33 @@ def test_connections_over_the_cap_are_told_so(start: Start) -> None:
     server.wait_state(lambda s: s["transports"] == 5)
     held.append(server.connect())
     # The kernel accepts in order: once the sixth is answered, the fifth has been taken.
-    status, headers, body = answer(server.connect())
+    status, headers, body = answer(server.request(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"))
     assert status == 503
     assert headers["retry-after"] == "1"
+    assert headers["connection"] == "close"
     assert body["error"]["code"] == "too_many_connections"
     for sock in held:
         sock.close()
     server.wait_state(lambda s: s["transports"] == 1)
+
+
+def test_a_full_server_is_still_alive(start: Start) -> None:
+    """Refusing the liveness probe too would have it killed, and every stream with it."""
+    server = start("--max-connections", "5")
+    held = [server.connect() for _ in range(4)]
+    server.wait_state(lambda s: s["transports"] == 5)
+    held.append(server.connect())
+    for path in (b"/livez", b"/readyz?verbose=1"):
+        _, headers, body = answer(server.request(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path))
+        assert "too_many_connections" not in str(body), path
+        assert headers["connection"] == "close", "a connection kept open would be one too many"
+    held += [server.connect() for _ in range(SPARE)]
+    status, _, body = answer(server.connect())
+    assert (status, body["error"]["code"]) == (503, "too_many_connections"), "the spare ones have an end too"
+    live = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+    eventually_sync(lambda: answer(server.request(live))[0] == 200, what="those that asked nothing are closed")
+    for sock in held:
+        sock.close()
 
 
 def test_methods(server: ServerProcess) -> None:

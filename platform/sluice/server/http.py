@@ -11,6 +11,7 @@ from twisted.internet.protocol import Protocol
 from twisted.web import http
 
 from sluice.consumers.errors import error_body
+from sluice.routes import OWN
 from sluice.server import sockets, target
 from sluice.server.gate import WriteGate
 
@@ -18,8 +19,15 @@ _PHRASES = {status.value: status.phrase.encode("ascii") for status in HTTPStatus
 
 #: Bytes of further requests that a client may have sent while it does not read the answer to the one before.
 MOST_AHEAD = 64 * 1024
+TOO_MANY = "Too many connections."
 #: How long a refused client may go on sending what nobody reads, so that it gets to read the refusal.
 LINGER = 2.0
+#: Connections above the limit on which what operators ask is answered: were a full server's liveness refused,
+#: Kubernetes would kill it, with every stream in it.
+SPARE = 16
+#: Seconds in which such a connection has to ask.
+SPARE_TIMEOUT = 2.0
+_FOR_OPERATORS = frozenset(route.template.encode() for route in OWN)
 #: Characters of a Content-Length; what is longer has not been written by a client of good will.
 LENGTH_CHARS = 100
 
@@ -68,7 +76,7 @@ class SluiceRequest(WebRequest):
         super().handle_reply(message)
         if starting:
             self.registerProducer(self.gate, True)
-            if self.server.status.leaving:
+            if self.server.status.leaving or self.channel.spare:
                 self.responseHeaders.setRawHeaders(b"connection", [b"close"])
             values = self.responseHeaders.getRawHeaders(b"connection") or []
             if any(value.lower() == b"close" for value in values):
@@ -133,6 +141,7 @@ class SluiceChannel(http.HTTPChannel):
 
     def __init__(self) -> None:
         super().__init__()
+        self.spare = False
         self.refused = False
         self.busy = False
         self._deadline: Any = None
@@ -216,6 +225,9 @@ class SluiceChannel(http.HTTPChannel):
 
     def allHeadersReceived(self) -> None:
         self._stop_clock()
+        if self.spare and self._path.partition(b"?")[0] not in _FOR_OPERATORS:
+            self._refuse(503, b"Service Unavailable", TOO_MANY, "too_many_connections", retry_after=1)
+            return
         if self.length is not None and self.length > self.server.config.max_body_bytes:
             self.refuse_body()
             return
@@ -264,7 +276,7 @@ class SluiceChannel(http.HTTPChannel):
         seconds = self.server.config.read_timeout
         self._refuse(408, b"Request Timeout", f"The request did not arrive within {seconds:g} s.", "read_timeout")
 
-    def _refuse(self, status: int, reason: bytes, message: str, code: str) -> None:
+    def _refuse(self, status: int, reason: bytes, message: str, code: str, *, retry_after: int | None = None) -> None:
         """Answer before the request is complete, and close without losing the answer.
 
         Closing at once while the client still sends would reset the connection and
@@ -276,7 +288,8 @@ class SluiceChannel(http.HTTPChannel):
         self._stop_clock()
         self.setTimeout(None)
         self.server.refusals[code] += 1
-        self.transport.write(raw_response(status, reason, error_body(message, status=status, code=code)))
+        body = error_body(message, status=status, code=code)
+        self.transport.write(raw_response(status, reason, body, retry_after))
         if hasattr(self.transport, "loseWriteConnection"):
             self.transport.loseWriteConnection()
         transport = self.transport
@@ -302,10 +315,14 @@ class SluiceHTTPFactory(HTTPFactory):
         self.timeOut = server.config.idle_timeout
 
     def buildProtocol(self, addr: Any) -> Any:
-        if len(self.server.transports) >= self.server.config.max_connections:
+        above = len(self.server.transports) - self.server.config.max_connections
+        if above >= SPARE:
             self.server.refusals["too_many_connections"] += 1
             return _Full()
         channel = super().buildProtocol(addr)
+        if above >= 0:
+            channel.spare = True
+            channel.timeOut = min(self.timeOut, SPARE_TIMEOUT)
         channel.requestFactory = SluiceRequest
         return channel
 
@@ -314,7 +331,7 @@ class _Full(Protocol):
     """Says that there are too many connections, and closes."""
 
     def connectionMade(self) -> None:
-        body = error_body("Too many connections.", status=503, code="too_many_connections")
+        body = error_body(TOO_MANY, status=503, code="too_many_connections")
         self.transport.write(raw_response(503, b"Service Unavailable", body, retry_after=1))
         self.transport.loseConnection()
 
