@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import signal
@@ -13,6 +14,7 @@ import httpx
 import pytest
 from websockets.sync.client import connect as ws_connect
 
+from sluice.server.gate import WriteGate
 from tests.platform.conftest import ServerProcess
 
 pytestmark = pytest.mark.timeout(90)
@@ -84,6 +86,19 @@ def test_disconnect_wakes_the_waiting_handler(start: Start, kind: str) -> None:
     assert time.monotonic() - gone < 2
     assert "flood gone cancelled" in state["events"]
     assert state["slow_clients"] == 0
+
+
+async def test_a_lost_connection_opens_the_gate_for_good() -> None:
+    """Consumers cancel what waits there; an application that heeds no disconnect must get on by itself."""
+    gate = WriteGate()
+    gate.pauseProducing()
+    waiting = asyncio.create_task(gate.wait_open())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    gate.stopProducing()
+    await asyncio.wait_for(waiting, 5)
+    gate.pauseProducing()  # Twisted may still say so of what was written before
+    assert not gate.shut
 
 
 def test_slow_reader_gets_everything(start: Start) -> None:
