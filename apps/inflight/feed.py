@@ -9,7 +9,7 @@ from channels.db import database_sync_to_async
 from apps.inflight import owners
 from apps.inflight.query import Query
 from apps.inflight.roster import Selection, Source, select
-from apps.inflight.rows import Row, rate_of, row
+from apps.inflight.rows import Cell, Row, rate_of, row
 from inference.store import RequestView
 
 HISTORY_LOOK = 200
@@ -45,10 +45,11 @@ class Feed:
         if list(rows) != list(before):
             message["order"] = list(rows)
         cells = {i: changed for i, r in rows.items() if (changed := _changed(before.get(i), r))}
-        if cells:
-            message["cells"] = cells
-        if ended := await self._ended([i for i in before if i not in rows]):
+        ended, last = await self._ended([i for i in before if i not in rows])
+        if ended:
             message["ended"] = ended
+        if cells | last:
+            message["cells"] = cells | last
         self._rows, self._counts = rows, counts
         return message
 
@@ -68,19 +69,22 @@ class Feed:
             return rate_of(view)
         return max(0, view.generated_tokens - before[0]) * 1000 / (now_ms - before[1])
 
-    async def _ended(self, gone: list[str]) -> dict[str, str]:
-        """How those ended that have left the page; none for those that only moved off it."""
+    async def _ended(self, gone: list[str]) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+        """How those ended that have left the page, and their last cells; none for those that only moved off it."""
+        ended: dict[str, str] = {}
+        cells: dict[str, dict[str, Any]] = {}
         if not gone:
-            return {}
+            return ended, cells
         history = {e.id: e for e in await self._gateway.history(HISTORY_LOOK)}
-        ended = {}
         for request_id in gone:
             ending = history.get(request_id)
             if ending is not None:
                 ended[request_id] = f"{ending.state} ({ending.reason})"
+                # What came since the last look belongs to the row that is struck through.
+                cells[request_id] = {"generated": Cell(str(ending.generated_tokens)).to_json()}
             elif await self._gateway.view(request_id) is None:
                 ended[request_id] = "ended"
-        return ended
+        return ended, cells
 
 
 def _changed(before: Row | None, now: Row) -> dict[str, Any]:

@@ -54,6 +54,7 @@ async def test_ending_is_told_before_the_row_goes(bench: Bench) -> None:
     await bench.gateway.cancel("b", Reason.ADMIN)
     change = await feed.update()
     assert change["ended"] == {"b": "cancelled (admin)"} and change["order"] == ["c", "a"]
+    assert change["cells"]["b"] == {"generated": {"text": "0"}}, "with all that it had given by then"
     assert change["counts"]["total"] == 2
 
 
