@@ -207,6 +207,7 @@ class Embeddings(Answer):
 
 class ResponseUsageIn(Answer):
     cached_tokens: int
+    cache_write_tokens: int
 
 
 class ResponseUsageOut(Answer):

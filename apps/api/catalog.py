@@ -14,6 +14,7 @@ from apps.api.http import ApiConsumer
 from apps.api.schema.base import Decoder, expect_nothing
 from apps.api.schema.generation import DetokenizeBody, TokenizeBody
 from inference.config import ModelSpec
+from inference.errors import TooLarge
 
 decode_tokenize = Decoder(TokenizeBody)
 decode_detokenize = Decoder(DetokenizeBody)
@@ -66,9 +67,12 @@ class TokenizeConsumer(ApiConsumer):
         _check_fit(asked)
         if asked.prompt is not None:
             text, special = asked.prompt, asked.add_special_tokens is not False
-            ids = await prompts.in_thread(
-                lambda: tokenizer.encode_bounded(text, 4 * limit, add_special_tokens=special, trusted=True)
-            )
+            try:
+                ids = await prompts.in_thread(
+                    lambda: tokenizer.encode_bounded(text, 4 * limit, add_special_tokens=special, trusted=True)
+                )
+            except TooLarge as exc:
+                raise invalid(str(exc), "prompt", "context_length_exceeded") from None
         else:
             messages = prompts.conversation(asked.messages or [])
             use = toolkit.resolve(asked.tools, None, None)

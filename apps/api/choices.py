@@ -85,7 +85,8 @@ class Choice:
             rest = self.parser.finish()
             delta.text += rest.content
             delta.calls += rest.calls
-        calls = self.parser is not None and self.parser.count > 0
+        # A stop string may lie in the arguments: what can not be read is no call that asks to be made.
+        calls = self.parser is not None and self.parser.count > 0 and not self.parser.cut
         delta.finish = "tool_calls" if calls and frame.finish == "stop" else frame.finish
         delta.stop_match = frame.stop_match
         self.finish, self.stop_match = delta.finish, frame.stop_match

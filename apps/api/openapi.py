@@ -52,6 +52,7 @@ ERRORS = {
     "408": "The body did not arrive, or the request's timeout passed.",
     "409": "The request was cancelled.",
     "413": "The body is too large.",
+    "415": "The body is compressed.",
     "429": "Too much is waiting; Retry-After says when to come back.",
     "500": "The engine failed.",
     "503": "The model is not served at the moment, or the server is shutting down; Retry-After says when to come back.",

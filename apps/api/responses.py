@@ -203,9 +203,7 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         try:
             item: InputItem = msgspec.convert({"type": "message", **raw}, InputItem)
         except msgspec.ValidationError as exc:
-            error = explain(str(exc))
-            error.param = f"input[{at}]" + (f".{error.param}" if error.param else "")
-            raise error from None
+            raise explain(str(exc), f"input[{at}]") from None
         _append(out, item)
     return out
 

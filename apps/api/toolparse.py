@@ -87,6 +87,11 @@ class ToolParser:
         self._buffer = ""
         return out
 
+    @property
+    def cut(self) -> bool:
+        """The last call's arguments have not come to their end."""
+        return self._state == "arguments" and not self._muted
+
     # Each step returns whether another one may follow.
 
     def _text(self, out: Parsed) -> bool:

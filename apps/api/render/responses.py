@@ -58,7 +58,9 @@ class ResponseRenderer:
         if delta.finish is not None:
             if not self.items:
                 out.append(self._begin_text())
-            out.append(self._close("incomplete" if delta.finish == "length" else "completed"))
+            # An answer that ends within a call, and is not said to end with one, was cut by a stop string.
+            cut = self._open is not None and self._open["type"] == "function_call" and delta.finish == "stop"
+            out.append(self._close("incomplete" if cut or delta.finish == "length" else "completed"))
         return b"".join(out)
 
     def _text(self, text: str) -> bytes:
@@ -144,7 +146,7 @@ class ResponseRenderer:
         out["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
         out["usage"] = {
             "input_tokens": usage.prompt,
-            "input_tokens_details": {"cached_tokens": usage.cached},
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
             "output_tokens": usage.completion,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt + usage.completion,

@@ -96,13 +96,17 @@ def expect_nothing(raw: bytes) -> None:
         _decode_nothing(raw)
 
 
-def explain(text: str) -> ApiError:
-    """Turn one of msgspec's messages into an error that names the field."""
-    path = ""
+def explain(text: str, inside: str = "") -> ApiError:
+    """Turn one of msgspec's messages into an error that names the field.
+
+    Args:
+        inside: the path of what was looked at, where that is not the whole body.
+    """
+    path = inside
     # The last one: a field's name may hold the same words, any number of times.
     before, _, after = text.rpartition(_AT)
     if before and (found := _PATH.fullmatch(after)):
-        path = found[2].lstrip(".")
+        path = (inside + found[2]).lstrip(".")
         text = before + (" as a key" if found[1] == "key" else "")
     if found := _UNKNOWN.match(text):
         param = f"{path}.{found[1]}" if path else found[1]

@@ -189,6 +189,11 @@ class StreamingHttpConsumer(AsyncConsumer):
     async def _read_body(self, receive: Any) -> bytes:
         settings = conf.server_config()
         limit = self.max_body_bytes or settings.max_body_bytes
+        coding = self.header("content-encoding") or "identity"
+        if coding.strip().lower() != "identity":
+            raise HttpError(
+                415, "Send the body uncompressed: no Content-Encoding is read.", code="unsupported_encoding"
+            )
         length = self.header("content-length")
         if length is not None and length.isdigit() and int(length) > limit:
             raise _too_large(limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
@@ -242,6 +243,24 @@ async def test_tool_calls_are_found_and_streamed(site: Site) -> None:
     assert [d["finish_reason"] for d in deltas if d["finish_reason"]] == ["tool_calls"]
 
 
+async def test_a_call_that_a_stop_string_cuts_is_not_said_to_be_whole(site: Site) -> None:
+    body = chat(SAY_CALL, tools=TOOLS, max_tokens=200, stop='ris"')
+    flat = [{"type": "function", **TOOLS[0]["function"]}]
+    async with site.client() as client:
+        for stop, finish in (('ris"', "stop"), ("</tool_call>", "tool_calls")):
+            plain = (await client.post("/v1/chat/completions", json={**body, "stop": stop})).json()["choices"][0]
+            stream = await client.post("/v1/chat/completions", json={**body, "stop": stop, "stream": True})
+            assert (
+                plain["finish_reason"] == json.loads(events(stream.text)[-2])["choices"][0]["finish_reason"] == finish
+            )
+            arguments = plain["message"]["tool_calls"][0]["function"]["arguments"]
+            assert arguments == ('{"city": "Pa' if finish == "stop" else '{"city": "Paris"}')
+            asked = {"model": "demo", "input": SAY_CALL, "tools": flat, "temperature": 0, "stop": stop}
+            item = (await client.post("/v1/responses", json=asked)).json()["output"][0]
+            assert (item["type"], item["arguments"]) == ("function_call", arguments)
+            assert item["status"] == ("incomplete" if finish == "stop" else "completed")
+
+
 async def test_tool_choice_none_offers_no_tools(site: Site) -> None:
     async with site.client() as client:
         reply = (
@@ -365,6 +384,16 @@ async def test_oc_03_unknown_route_and_wrong_method(site: Site) -> None:
         wrong = await client.get("/v1/chat/completions")
         assert wrong.status_code == 405
         assert "POST" in wrong.headers["allow"]
+
+
+async def test_a_compressed_body_is_refused_as_such(site: Site) -> None:
+    raw = json.dumps(chat()).encode()
+    async with site.client() as client:
+        for coding, content in (("gzip", gzip.compress(raw)), ("br", raw), ("identity, gzip", raw)):
+            reply = await client.post("/v1/chat/completions", content=content, headers={"Content-Encoding": coding})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (415, "unsupported_encoding")
+        plain = await client.post("/v1/chat/completions", content=raw, headers={"Content-Encoding": "Identity"})
+    assert plain.status_code == 200
 
 
 async def test_se_06_a_large_body_is_refused_fast(site: Site) -> None:

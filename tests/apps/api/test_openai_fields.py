@@ -6,14 +6,15 @@ of it that knows a new field fails the first test until somebody has decided abo
 
 from __future__ import annotations
 
-from typing import Any, get_type_hints
+import json
+from typing import Any, get_args, get_type_hints
 
 import openai
 import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
-from openai.types.responses import response_create_params
+from openai.types.responses import Response, ResponseStreamEvent, response_create_params
 
 from apps.api import reference
 from tests.apps.api import live
@@ -21,6 +22,7 @@ from tests.apps.api.live import Site
 
 pytestmark = pytest.mark.timeout(180)
 
+EVENTS = get_args(ResponseStreamEvent)
 SAY: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 #: path -> a sound body, and the official names.
 OFFICIAL: dict[str, tuple[dict[str, Any], str]] = {
@@ -151,6 +153,25 @@ async def test_the_options_of_a_stream(site: Site) -> None:
             assert "obfuscation" not in reply.text
 
 
+async def test_responses_have_every_field_that_the_official_package_knows(site: Site) -> None:
+    function = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+    call = '[[say:so <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>]]'
+    kinds: dict[str, Any] = {kind.model_fields["type"].annotation.__args__[0]: kind for kind in get_args(EVENTS[0])}
+    async with site.client() as client:
+        for fields in (
+            {"input": "x", "max_output_tokens": 3},
+            {"input": "x", "text": {"format": {"type": "json_object"}}, "max_output_tokens": 3},
+            {"input": call, "tools": [function]},
+            {"input": call, "tools": [function], "tool_choice": {"type": "function", "name": "f"}},
+            {"input": "x", "instructions": "y", "metadata": {"a": "b"}, "store": False, "max_output_tokens": 3},
+        ):
+            whole = await client.post("/v1/responses", json={"model": "demo", **fields})
+            Response.model_validate(whole.json())
+            stream = await client.post("/v1/responses", json={"model": "demo", "stream": True, **fields})
+            for event in map(json.loads, live.events(stream.text)):
+                kinds[event["type"]].model_validate(event)
+
+
 async def test_a_kept_response_is_told_whole(site: Site) -> None:
     client = openai.OpenAI(base_url=f"{site.url}/v1", api_key=site.key, max_retries=0)
     made = client.responses.create(model="demo", input="x", max_output_tokens=2)
@@ -176,6 +197,8 @@ INEFFECTIVE: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {**OFFICIAL["/v1/chat/completions"][0], "top_logprobs": 2}, "top_logprobs"),
     ("/v1/chat/completions", {**OFFICIAL["/v1/chat/completions"][0], "tool_choice": "required"}, "tool_choice"),
     ("/v1/completions", {"model": "demo", "prompt": "x", "n": 2, "best_of": 1}, "best_of"),
+    ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
 ]
 
 
@@ -241,6 +264,21 @@ async def test_what_does_not_fit_is_named_as_the_endpoint_names_it(
             reply = await client.post(path, json={"model": "demo", "stream": stream, **body})
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
             assert "max_" not in param or param in reply.json()["error"]["message"]
+
+
+async def test_items_of_the_input_are_named_with_their_place(site: Site) -> None:
+    async with site.client() as client:
+        for item, param in (
+            ({}, "input[1].role"),
+            ({"role": "tool", "content": "x"}, "input[1].role"),
+            ({"role": "user", "content": [{"type": "input_text"}]}, "input[1].content[0].text"),
+            ({"type": "reasoning"}, "input[1].type"),
+            ({"role": "user", "content": "x", "a": 1}, "input[1].a"),
+        ):
+            body = {"model": "demo", "input": [{"role": "user", "content": "x"}, item]}
+            error = (await client.post("/v1/responses", json=body)).json()["error"]
+            assert error["param"] == param
+            assert repr(param) in error["message"]
 
 
 async def test_the_model_that_is_left_out_is_one_that_the_key_may_use(site: Site) -> None:
