@@ -17,6 +17,8 @@ from sluice import runtime
 
 SLOW_RENDER = 0.02
 """A rendering that takes longer than this, seconds, makes the next one leave the event loop."""
+LARGE_STEP = 1_000
+"""So much text at once, in characters, is rendered off the event loop whatever the last rendering took."""
 
 
 class Recording:
@@ -57,6 +59,7 @@ class Recording:
         self._resumed = False
         self._live = LiveMarkdown()
         self._rendered = -1
+        self._rendered_length = 0
         self._rendering = asyncio.Lock()
         self._at_work = threading.Lock()  # a watcher may leave while its rendering goes on
         self._changed = asyncio.Event()
@@ -126,7 +129,7 @@ class Recording:
         """Text that another process has recorded."""
         if (text, seq) != (self.text, self.seq):
             if not text.startswith(self.text):
-                self._live, self._rendered = LiveMarkdown(), -1
+                self._live, self._rendered, self._rendered_length = LiveMarkdown(), -1, 0
             self.text, self.seq = text, seq
             self.bump()
 
@@ -151,7 +154,7 @@ class Recording:
     async def show(self) -> list[Block]:
         """:meth:`blocks`; where they have become costly, off the event loop, which serves everybody."""
         async with self._rendering:
-            if self.render_seconds < SLOW_RENDER:
+            if self.render_seconds < SLOW_RENDER and len(self.text) - self._rendered_length < LARGE_STEP:
                 return list(self.blocks())
             return list(await runtime.offload(self.blocks))
 
@@ -161,6 +164,7 @@ class Recording:
             live = self._live
             if self._rendered != self.version:
                 self._rendered = self.version
+                self._rendered_length = len(self.text)
                 begin = time.perf_counter()
                 live.update(self.text)
                 self.render_seconds = time.perf_counter() - begin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from django.db import DatabaseError
 from django.db.models.query import QuerySet
 
 from apps.chat import turns
+from apps.chat.live import LiveMarkdown
 from apps.chat.models import Message
 from apps.chat.recorder import Caller, Recorder
 from apps.chat.recording import Recording
@@ -62,6 +64,27 @@ def test_an_answer_with_the_character_nul_can_be_stored() -> None:
     recording = Recording(uuid.uuid4(), uuid.uuid4(), 1)
     recording.take([Frame(seq=1, text="a\x00b", ids=[1, 2])])
     assert recording.progress()["text"] == "a\ufffdb"
+
+
+@pytest.mark.parametrize("mark", ["[", "!["])
+async def test_a_long_text_that_is_taken_up_is_not_rendered_on_the_event_loop(
+    mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first rendering is of the whole text, and would hold up everybody's answers."""
+    threads: list[int] = []
+    update = LiveMarkdown.update
+
+    def noted(self: LiveMarkdown, text: str) -> Any:
+        threads.append(threading.get_ident())
+        return update(self, text)
+
+    monkeypatch.setattr(LiveMarkdown, "update", noted)
+    recording = Recording(uuid.uuid4(), uuid.uuid4(), 1, mark * 3_000)
+    assert await recording.show()
+    assert len(threads) == 1 and threads[0] != threading.get_ident()
+    recording = Recording(uuid.uuid4(), uuid.uuid4(), 1, "short")
+    await recording.show()
+    assert threads[1:] == [threading.get_ident()]
 
 
 async def test_an_answer_that_is_deleted_while_it_is_watched_is_let_go(answer: Message) -> None:
