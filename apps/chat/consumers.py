@@ -27,6 +27,7 @@ parent, settings), ``edit`` (message, text), ``regenerate`` (message), ``continu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import Any
@@ -57,8 +58,12 @@ RENDER_SHARE = 4
 """A stream waits this many times as long as its rendering took."""
 MAX_STREAMS = 16
 """Streams of one socket."""
-GOODBYE = frozenset({1000, 1001, 4001})
+SIGNED_OUT = 4401
+"""Close code of a socket whose session has ended."""
+GOODBYE = frozenset({1000, 1001, 4001, SIGNED_OUT})
 """Close codes of a page that goes, as opposed to a connection that breaks."""
+ASK_AGAIN = 3.0
+"""An open stream asks this often, in seconds, whether its session still lasts."""
 
 _sockets: WeakSet[ChatConsumer] = WeakSet()
 _recorder: Recorder | None = None
@@ -115,7 +120,9 @@ class ChatConsumer(StreamingWebSocketConsumer):
             await self._error(None, "id must be text of 1 to 64 characters.", "invalid")
             return
         try:
-            await handler(ref, message)
+            # A session that has ended since the page was opened reads and starts nothing.
+            if handler == self._pong or await self._still_signed_in(ref):
+                await handler(ref, message)
         except ChatError as exc:
             await self._error(ref, str(exc), exc.code)
         except (NotServing, StoreUnavailable) as exc:
@@ -134,6 +141,20 @@ class ChatConsumer(StreamingWebSocketConsumer):
         for recording in self._left:
             _unwatch(recording, self, lost=code not in GOODBYE)
 
+    async def _still_signed_in(self, ref: str | None) -> bool:
+        """Ask again who this is, with the rights of now; a socket whose session has ended is closed.
+
+        Raises:
+            DatabaseError: it cannot be known now.
+        """
+        principal = await authenticate(self.scope)
+        if principal is not None and principal.user_id == self.principal.user_id:
+            self.principal = principal
+            return True
+        await self._error(ref, "You have been signed out.", "unauthorised")
+        await self.close(SIGNED_OUT, "signed out")
+        return False
+
     # -- handlers ----------------------------------------------------------------------------
 
     async def _generate(self, ref: str, body: dict[str, Any]) -> None:
@@ -143,12 +164,6 @@ class ChatConsumer(StreamingWebSocketConsumer):
             return  # a double click: the first one is under way
         if len(self.tasks) >= MAX_STREAMS:
             raise ChatError("Too many answers at once.", "busy")
-        # A session that has ended since the page was opened starts nothing.
-        principal = await authenticate(self.scope)
-        if principal is None or principal.user_id != self.principal.user_id:
-            await self._error(ref, "You have been signed out.", "unauthorised")
-            await self.close(4401, "signed out")
-            return
         keeper = recorder()
         turn, payload = await database_sync_to_async(self._start_turn)(ref, body)
         recording = None
@@ -243,11 +258,18 @@ class ChatConsumer(StreamingWebSocketConsumer):
     async def _show(self, ref: str, recording: Recording) -> None:
         shown = Shown()
         position: int | None = None
+        asked = time.monotonic()
         while True:
             version = recording.version
+            if time.monotonic() - asked > ASK_AGAIN:
+                asked = time.monotonic()
+                # While the database is away nobody can sign out either.
+                with contextlib.suppress(DatabaseError):
+                    if not await self._still_signed_in(ref):
+                        return
             if recording.final is not None:
                 final = dict(recording.final)
-                final["content"] = shown.advance(complete(final["text"]))
+                final["content"] = shown.advance(await runtime.offload(complete, final["text"]))
                 await self.send_json({"type": "done", "id": ref, "message": final})
                 self._tell(recording.user_id, str(recording.conversation_id), None)
                 return
