@@ -182,6 +182,10 @@ class Site:
         with self.redis() as client:
             return {k.decode(): int(v) for k, v in client.hgetall(self.keys.outcomes).items()}
 
+    def forget_cookies(self, user: str) -> list[Any]:
+        """Those of a session that a test ends; the next :meth:`cookies` sign in anew."""
+        return self._cookies.pop(user)
+
     def cookies(self, user: str = "ada") -> list[Any]:
         """Session cookies of a signed-in user, for a browser context."""
         import httpx

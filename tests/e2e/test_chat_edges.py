@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.e2e.chat import answer_text, ask, counted, last_answer, say, wait_done, wait_text
@@ -38,6 +40,16 @@ class Refusing:
             self.socket.send(json.dumps({"type": "error", "id": message["id"], "error": error}))
         else:
             server.send(text)
+
+
+def answered_and_refusing(context: Any) -> tuple[Any, Refusing]:
+    """A page with one answer, and its socket, which takes no more."""
+    refusing = Refusing(context)
+    page = open_chat(context)
+    say(page, "One.", "First")
+    wait_done(page)
+    refusing.on = True
+    return page, refusing
 
 
 def eventually(page: Any, check: Callable[[], Any]) -> None:
@@ -84,12 +96,7 @@ def test_try_again_after_an_edit_that_failed(page: Any, site: Site) -> None:
 @pytest.mark.parametrize("op", ["send", "edit", "regenerate"])
 def test_a_refused_turn_stays_and_can_be_sent_again(contexts: Callable[..., Any], site: Site, op: str) -> None:
     """Also once the page has connected again, and looks at what the server has."""
-    context = contexts(site)
-    refusing = Refusing(context)
-    page = open_chat(context)
-    say(page, "One.", "First")
-    wait_done(page)
-    refusing.on = True
+    page, refusing = answered_and_refusing(contexts(site))
     if op == "send":
         ask(page, "Second [[say:Two.]]")
     elif op == "edit":
@@ -114,12 +121,7 @@ def test_a_refused_turn_stays_and_can_be_sent_again(contexts: Callable[..., Any]
 
 @pytest.mark.parametrize("op", ["send", "regenerate"])
 def test_after_a_refused_turn_another_message_can_be_sent(contexts: Callable[..., Any], site: Site, op: str) -> None:
-    context = contexts(site)
-    refusing = Refusing(context)
-    page = open_chat(context)
-    say(page, "One.", "First")
-    wait_done(page)
-    refusing.on = True
+    page, refusing = answered_and_refusing(contexts(site))
     if op == "send":
         ask(page, "Second")
     else:
@@ -288,3 +290,69 @@ def test_half_a_character_is_no_message_that_hangs(page: Any) -> None:
     page.press("#input", "Enter")
     wait_done(page, 5_000)
     assert answer_text(page) == "ok"
+
+
+def sign_out(site: Site, cookies: list[Any]) -> None:
+    """End a session, as its page in another tab does."""
+    with httpx.Client(base_url=site.url, cookies={c["name"]: c["value"] for c in cookies}, timeout=20) as client:
+        token = re.search(r'name="csrfmiddlewaretoken" value="([^"]+)"', client.get("/accounts/password/").text)
+        assert token
+        sent = client.post("/accounts/logout/", data={"csrfmiddlewaretoken": token[1]}, headers={"referer": site.url})
+        assert sent.status_code in (200, 302), sent.text[:500]
+
+
+def test_signing_out_elsewhere_ends_the_stream_and_leads_to_the_login(contexts: Callable[..., Any], site: Site) -> None:
+    """The answer is stopped as by a closed tab, and what had come is there after signing in again."""
+    site.add_user("leaver")
+    context = contexts(site, "leaver")
+    page = open_chat(context)
+    say(page, counted(900), "Long")
+    wait_text(page, "beta1")
+    page.wait_for_url("**/c/**")
+    path = page.url.removeprefix(site.url)
+    sign_out(site, site.forget_cookies("leaver"))
+    page.wait_for_url("**/login/**", timeout=10_000)
+    assert page.url.endswith(f"?next={path}"), page.url
+    site.wait_quiet(4.0)
+    again = open_chat(contexts(site, "leaver"), path)
+    assert "beta1" in answer_text(again)
+    assert counted(900).startswith(answer_text(again))
+    assert last_answer(again).locator(".notice").is_visible()
+
+
+def test_an_answer_that_cannot_be_watched_now_is_asked_for_again(contexts: Callable[..., Any], site: Site) -> None:
+    """Redis or the database away as the page attaches: no failure of the answer, which lives."""
+    context = contexts(site)
+    page = open_chat(context)
+    text = counted(200)
+    say(page, text)
+    wait_text(page, "beta1")
+    page.wait_for_url("**/c/**")
+    refused: list[str] = []
+
+    def opened(socket: Any) -> None:
+        server = socket.connect_to_server()
+
+        def sent(raw: str) -> None:
+            message = json.loads(raw)
+            if message["type"] == "attach" and not refused:
+                refused.append(message["id"])
+                error = {"message": "The database does not answer.", "code": "unavailable"}
+                socket.send(json.dumps({"type": "error", "id": message["id"], "error": error}))
+            else:
+                server.send(raw)
+
+        socket.on_message(sent)
+
+    other = context.new_page()
+    other.route_web_socket("**/ws/chat", opened)
+    other.goto(page.url)
+    other.wait_for_selector("html[data-ready]")
+    eventually(other, lambda: refused)
+    other.wait_for_function(
+        "() => document.querySelector('.answer.live .waiting-text')?.textContent === 'Waiting for the server'"
+    )
+    assert other.locator(".answer.failed").count() == 0
+    wait_text(other, "epsilon4")
+    wait_done(other)
+    assert answer_text(other) == text

@@ -11,6 +11,8 @@ import { MessageView, Scroller } from "./thread.js";
 const boot = JSON.parse($("boot").textContent);
 const client = new SluiceClient("/ws/chat");
 const scroller = new Scroller();
+/** Pause before an answer that the server cannot show now is asked for again, milliseconds. */
+const ATTACH_AGAIN = 2000;
 
 /** The shown conversation; `null` for one that has no message yet. */
 let conversation = null;
@@ -262,6 +264,10 @@ function start(request, view, question = null) {
 function follow(view) {
   const entry = { view, conversation: view.data.conversation, answer: view.data.id, stream: null };
   live.set(entry.answer, entry);
+  attach(entry);
+}
+
+function attach(entry) {
   const resume = (stream) => ({ type: "attach", id: stream.id, message: entry.answer });
   entry.stream = client.attach({ message: entry.answer, resume }, streamHandlers(entry));
 }
@@ -278,6 +284,12 @@ function streamHandlers(entry) {
       announce(endText(event.message));
     },
     error(event) {
+      if (event.error.code === "unavailable" && entry.answer) {
+        // It cannot be watched now, but may well be living.
+        view.wait("Waiting for the server");
+        setTimeout(() => live.get(entry.answer) === entry && attach(entry), ATTACH_AGAIN);
+        return;
+      }
       // Nothing was stored, or it cannot be watched: the message says so and offers to try again.
       live.delete(entry.answer);
       pending.delete(entry);
@@ -361,9 +373,17 @@ client.addEventListener("message", ({ detail: message }) => {
 let askAgain;
 function modelsKnown(message) {
   settings.setModels(message);
-  clearTimeout(askAgain);
+  if (client.state === "open") banner("");
   const ready = message.models.some((model) => model.ready);
-  askAgain = setTimeout(() => client.send({ type: "models" }), ready ? 60000 : 3000);
+  askModels(ready ? 60000 : 3000);
+}
+
+function askModels(pause) {
+  clearTimeout(askAgain);
+  askAgain = setTimeout(() => {
+    if (client.state === "open") client.send({ type: "models" });
+    askModels(60000); // also where the answer is an error
+  }, pause);
 }
 
 function changedElsewhere({ conversation: id, answer }) {
