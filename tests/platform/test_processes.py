@@ -194,6 +194,28 @@ def test_reload_while_a_crashed_process_is_being_replaced(start: Start) -> None:
     assert server.wait(30) == 0
 
 
+def test_told_to_stop_just_as_a_successor_is_ready(start: Start) -> None:
+    """The supervisor hears of both at once, of the signal first: its processes hear of a reload that is off."""
+    server = start("--processes", "2", "--pre-drain", "0", "--drain-deadline", "20")
+    before = children_of(server)
+    server.signal(signal.SIGHUP)
+    successor = eventually_sync(lambda: children_of(server) - before, 20, every=0.005).pop()
+    server.signal(signal.SIGSTOP)
+    # Who serves has written to the pipe that says so, which now waits to be read.
+    eventually_sync(lambda: successor in pids(server, 10), 40)
+    streams = [server.request(b"GET /ticks?n=40&pace=0.05 HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(12)]
+    for sock in streams:
+        assert sock.recv(1)
+    server.signal(signal.SIGTERM)
+    server.signal(signal.SIGCONT)
+    for sock in streams:
+        answer = b"".join(iter(lambda sock=sock: sock.recv(65536), b""))
+        assert b"[DONE]" in answer
+    assert server.wait(20) == 0
+    assert server.text().count("drained in") == 3
+    assert "not waiting" not in server.text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_while_its_processes_start(start: Start, number: int) -> None:
     """Before, it exited with 1; a Ctrl-C reached none of them, and was waited for until they were killed."""
