@@ -35,8 +35,15 @@ async def eventually(
         await asyncio.sleep(every)
 
 
-def eventually_sync(check: Callable[[], T], timeout: float = 10.0, *, every: float = 0.02, what: str = "") -> T:
-    """As :func:`eventually`, outside an event loop."""
+def eventually_sync(
+    check: Callable[[], T],
+    timeout: float = 10.0,
+    *,
+    every: float = 0.02,
+    what: str = "",
+    pause: Callable[[float], object] = time.sleep,
+) -> T:
+    """As :func:`eventually`, outside an event loop; ``pause`` waits so many seconds between two looks."""
     deadline = time.monotonic() + timeout
     while True:
         last: BaseException | None = None
@@ -48,7 +55,13 @@ def eventually_sync(check: Callable[[], T], timeout: float = 10.0, *, every: flo
             last = exc
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout:g} s: {what or _source(check)}") from last
-        time.sleep(every)
+        pause(every)
+
+
+async def turns(count: int = 10) -> None:
+    """Let the event loop do all that is ready, so many times over: enough for what waits for no clock and no socket."""
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 def _source(check: Callable[[], Any]) -> str:

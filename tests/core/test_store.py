@@ -218,16 +218,17 @@ async def test_settle_sends_one_abort_and_tells_the_server(make: Make, backend: 
 
     task = asyncio.create_task(listen())
     try:
-        while (await store.redis.call("PUBSUB", "NUMSUB", store.keys.server_channel("s1")))[1] < 1:
-            await asyncio.sleep(0.01)
+
+        async def subscribed() -> bool:
+            return (await store.redis.call("PUBSUB", "NUMSUB", store.keys.server_channel("s1")))[1] > 0
+
+        await eventually(subscribed)
         request_id = await add(store)
         await store.claim("scripted", "w1", 1)
         for _ in range(3):
             await store.settle(request_id, Outcome.cancelled(Reason.ADMIN))
         await store.tell_server("s1", encode(Ended("last", GONE)))
-        async with asyncio.timeout(5):
-            while not any(isinstance(m, Ended) and m.id == "last" for m in heard):
-                await asyncio.sleep(0.01)
+        await eventually(lambda: any(isinstance(m, Ended) and m.id == "last" for m in heard), 5)
         assert [m for m in heard if isinstance(m, Abort)] == [Abort(request_id, 1)]
         assert [m.id for m in heard if isinstance(m, Ended)] == [request_id, "last"]
     finally:
@@ -369,9 +370,12 @@ async def test_detach_attach_and_the_end_of_grace(make: Make) -> None:
     view = await views.view(kept)
     assert view is not None and view.server == "s2", "attached: the grace time no longer counts"
     assert (await store.detach(kept, server="s2", grace=0.001))[0] == "detached"
-    await asyncio.sleep(0.01)
-    await reaper.reap()
-    assert await views.view(kept) is None
+
+    async def reaped() -> bool:
+        await reaper.reap()
+        return await views.view(kept) is None
+
+    await eventually(reaped)
     ending = await store.ending(kept)
     assert ending is not None and ending.reason == "client_gone"
 

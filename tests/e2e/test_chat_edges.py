@@ -53,11 +53,8 @@ def answered_and_refusing(context: Any) -> tuple[Any, Refusing]:
 
 
 def eventually(page: Any, check: Callable[[], Any]) -> None:
-    for _ in range(100):
-        if check():
-            return
-        page.wait_for_timeout(50)
-    raise AssertionError("it never came")
+    """Meanwhile routes and sockets are served, which happens only within a call of the browser's."""
+    eventually_sync(check, pause=lambda seconds: page.wait_for_timeout(1000 * seconds))
 
 
 def retry(page: Any) -> Any:
@@ -109,7 +106,7 @@ def test_a_refused_turn_stays_and_can_be_sent_again(contexts: Callable[..., Any]
     messages = page.locator(".message").count()
     refusing.socket.close()
     eventually(page, lambda: refusing.sockets == 2)
-    page.wait_for_timeout(500)  # for what might be looked at then
+    page.wait_for_timeout(500)  # for what must not be looked at: there is no event where nothing is
     assert page.locator(".message").count() == messages
     assert retry(page).is_visible()
     refusing.on = False
@@ -237,7 +234,7 @@ def test_a_branch_that_comes_late_is_not_shown_in_the_next_conversation(two: Any
     eventually(two, lambda: held.routes)
     to_one(two)
     held.release()
-    two.wait_for_timeout(300)
+    two.evaluate("() => fetch('/livez').then((reply) => reply.text())")  # by then it has the reply before
     assert answer_text(two) == "One."
     assert two.locator("#title").inner_text().startswith("Conversation one")
 

@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.chat import counted
 from tests.e2e.conftest import open_chat
 from tests.e2e.site import MODEL, Cut, Site
+from tests.support import eventually_sync
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -67,7 +68,7 @@ def test_takes_a_stream_up_again_after_a_lost_connection(contexts: Callable[...,
 MOCKED = """async (options) => {
   const {SluiceClient} = await import('/static/sluice/client/sluice.js');
   window.client = new SluiceClient('/ws/v1/stream', options.ticket ? {
-    ticket: () => new Promise((resolve) => setTimeout(() => resolve(''), 200)) } : {});
+    ticket: () => window.ticket = new Promise((resolve) => setTimeout(() => resolve(''), 200)) } : {});
   window.events = [];
   const note = (event) => window.events.push(event.type);
   for (const text of options.texts) {
@@ -86,7 +87,7 @@ def test_one_socket_however_much_is_asked_while_a_ticket_is_fetched(page: Any) -
     # Closed while it waits for a ticket, it stays closed.
     page.evaluate(MOCKED, {"ticket": True, "texts": ["[[say:a]]"]})
     page.evaluate("() => window.client.close()")
-    page.wait_for_timeout(500)
+    page.evaluate("() => window.ticket.then(() => new Promise((resolve) => setTimeout(resolve)))")
     assert len(sockets) == 1
 
 
@@ -110,7 +111,9 @@ def test_a_stream_is_taken_up_once_however_fast_the_next_socket_is(contexts: Cal
     context.route_web_socket("**/ws/v1/stream", opened)
     page = open_chat(context)
     page.evaluate(MOCKED, {"texts": ["hello"]})
-    page.wait_for_timeout(1000)
+    eventually_sync(lambda: len(heard) > 1, pause=lambda seconds: page.wait_for_timeout(1000 * seconds))
+    # Timers go off in order: one for the first socket's stream would have been before this one.
+    page.evaluate("() => new Promise((resolve) => setTimeout(resolve, 400))")
     assert [message["type"] for message in heard] == ["generate", "attach"]
 
 
@@ -120,5 +123,11 @@ def test_what_is_too_big_for_the_server_fails_and_is_not_sent_again(page: Any) -
     page.evaluate(MOCKED, {"texts": ["x" * 1_100_000]})
     page.wait_for_function("() => window.events.length")
     assert page.evaluate("window.events") == ["error"]
-    page.wait_for_timeout(500)
+    # By the answer to another, the first would have been sent again, and its socket closed once more.
+    page.evaluate(
+        "() => client.generate({model: 'scripted', messages: [{role: 'user', content: '[[say:a]]'}]},"
+        "{done: () => window.events.push('done')}) && 0"
+    )
+    page.wait_for_function("() => window.events.includes('done')")
+    assert page.evaluate("window.events") == ["error", "done"]
     assert len(sockets) <= 2

@@ -11,6 +11,7 @@ from typing import Any
 from inference.config import Config
 from inference.engine.base import Engine, EngineOutput
 from inference.messages import Job, ModelInfo, SamplingParams, TokenLogprob
+from tests.support import eventually
 
 EOS = 256
 PAD = 257
@@ -162,10 +163,13 @@ class Rig:
 
     async def quiet(self, limit: float = 10.0) -> None:
         """Wait until the engine holds nothing."""
-        async with asyncio.timeout(limit):
-            while (stats := self.engine.stats()).running or stats.waiting or stats.blocks_used:
-                await asyncio.sleep(0.01)
-        assert self.engine.free_slots() == stats.slots
+
+        def empty() -> bool:
+            stats = self.engine.stats()
+            return not (stats.running or stats.waiting or stats.blocks_used)
+
+        await eventually(empty, limit, every=0.01, what="the engine holds nothing")
+        assert self.engine.free_slots() == self.engine.stats().slots
 
 
 def tiny_config(**changes: Any) -> Config:

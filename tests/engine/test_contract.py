@@ -11,6 +11,7 @@ from inference.errors import EngineDied, Overloaded, TooLarge
 from tests.conftest import ROOT
 from tests.engine.conftest import CONTEXT, SLOTS, Kit
 from tests.engine.contract_table import MARKS, promise
+from tests.support import eventually
 
 # Answers that last long enough to be interfered with; an upstream ends by itself at 40 words.
 LONG = 400
@@ -169,9 +170,7 @@ async def test_full_engine_says_so_and_takes_more_when_one_has_ended(kit: Kit) -
         rig.engine.submit(kit.job("more"))
     assert rig.engine.stats().running + rig.engine.stats().waiting == SLOTS
     rig.engine.abort("r0")
-    async with asyncio.timeout(10):
-        while not rig.engine.fits(kit.job("more")):
-            await asyncio.sleep(0.005)
+    await eventually(lambda: rig.engine.fits(kit.job("more")), every=0.005)
     assert len((await rig.run(kit.job("more"))).ids) == 8
 
 
@@ -261,7 +260,8 @@ async def test_close_ends_everything_silently_and_may_be_repeated(kit: Kit) -> N
     await rig.engine.close()
     seen = len(answer.outputs)
     await rig.engine.close()
-    await asyncio.sleep(0.05)
+    other = await kit.rig()
+    await other.run(kit.job("meanwhile"))
     assert len(answer.outputs) == seen
     assert rig.deaths == 0
     assert rig.engine.free_slots() == 0

@@ -19,6 +19,7 @@ from inference.pool import check_sharing, parse_devices
 from inference.pool.devices import environment
 from tests.engine.rig import DEVICE, Rig, job, tiny_config
 from tests.engine.test_transformers_engine import random_params
+from tests.support import eventually
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(DEVICE != "cpu", reason="two CPU processes are meant")]
 
@@ -62,9 +63,7 @@ async def test_aborts_and_arrivals_at_any_moment_keep_the_processes_together(rig
     for n in range(60):
         name = f"a{n}"
         each = job(name, [65 + n % 3] * choose.choice([1, 40, 700]), max_tokens=200, ignore_eos=True)
-        async with asyncio.timeout(20):
-            while not rig.engine.fits(each):
-                await asyncio.sleep(0.001)
+        await eventually(lambda each=each: rig.engine.fits(each), 20, every=0.001)
         answer = rig.submit(each)
         if choose.random() < 0.3:
             await answer.tokens(choose.randint(1, 5))

@@ -169,7 +169,8 @@ class TestPace:
         rig = await make("rate=1000")
         await rig.run(job(max_tokens=3))
         steps = rig.engine.stats().steps
-        await asyncio.sleep(0.05)
+        other = await make("rate=1000")
+        await other.run(job(max_tokens=50, ignore_eos=True))
         assert rig.engine.stats().steps == steps
 
     async def test_flat_out_leaves_the_loop_to_others(self, make: Make) -> None:
@@ -220,7 +221,8 @@ class TestFaults:
         for _ in range(50):
             await asyncio.sleep(0)
         steps = rig.engine.stats().steps
-        await asyncio.sleep(0.05)
+        other = await make("rate=1000")
+        await other.run(job(max_tokens=50, ignore_eos=True))
         assert (len(answer.ids), rig.engine.stats().steps) == (4, steps)
         assert rig.engine.stats().running == 1
 
@@ -234,7 +236,7 @@ class TestFaults:
                 rig = await Rig(ScriptedEngine(ScriptedOptions.parse("faults=1"), alias="a")).load()
                 answer = rig.submit(job(prompt="[[{mark}]]"), [97] * {resumed})
                 rig.answers["r1"].changed.set = lambda: print(len(answer.ids), flush=True)
-                await asyncio.sleep(60)
+                await asyncio.Event().wait()
 
             asyncio.run(main())
         """

@@ -20,6 +20,7 @@ from inference.engine.transformers.scheduler import Pace
 from inference.errors import EngineDied, ModelUnavailable, Overloaded, TooLarge
 from inference.messages import Job
 from tests.engine.rig import CONTEXT, DEVICE, EOS, VOCABULARY, Answer, Rig, job, tiny_config, write_tiny_model
+from tests.support import eventually
 
 
 @pytest.fixture(scope="module")
@@ -430,11 +431,13 @@ async def test_blocks_are_conserved_over_random_churn(make_rig: Callable[..., An
             temperature=choose.choice([0.0, 1.0]),
             ignore_eos=True,
         )
-        while not rig.engine.fits(each):
-            victim = choose.choice(names)
-            if choose.random() < 0.5:
-                rig.engine.abort(victim)
-            await asyncio.sleep(0.001)
+
+        def fits(each: Job = each) -> bool:
+            if not (fitting := rig.engine.fits(each)) and choose.random() < 0.5:
+                rig.engine.abort(choose.choice(names))
+            return fitting
+
+        await eventually(fits, 60, every=0.001)
         rig.submit(each)
         names.append(each.id)
     for name in names:
@@ -494,7 +497,7 @@ async def test_long_prompts_are_not_starved_by_short_ones(make_rig: Callable[...
             break
         while rig.engine.free_slots():
             rig.submit(job(f"s{n}-{rig.engine.free_slots()}", [98 + n % 20] * 60, max_tokens=1))
-        await asyncio.sleep(0.001)
+        await eventually(lambda: long.finish or rig.engine.free_slots(), every=0.001)
     await long.finished(1.0)
 
 
@@ -558,9 +561,7 @@ async def test_close_is_idempotent_and_leaves_no_thread(folder: str) -> None:
     with pytest.raises(EngineDied):
         rig.submit(job("b"))
     assert engine.free_slots() == 0 and rig.deaths == 0
-    async with asyncio.timeout(5):
-        while {t for t in threading.enumerate() if t not in before and "asyncio" not in t.name}:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: not {t for t in threading.enumerate() if t not in before and "asyncio" not in t.name}, 5)
 
 
 @pytest.mark.parametrize("damage", ["missing", "no weights", "cut weights", "nonsense"])

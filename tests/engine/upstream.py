@@ -140,7 +140,9 @@ class Upstream:
                 return
             await self._event(writer, chunk(word if "separator" not in marks else f"{word}\u2028\x85x"))
             count += 1
-            await asyncio.sleep(3600 if "slow" in marks and count == 2 else 0)
+            if "slow" in marks and count == 2:
+                await asyncio.Event().wait()
+            await asyncio.sleep(0)
         ended = len(self.words(prompt, 1 << 30)) <= most
         await self._event(writer, chunk(None, "stop" if ended and not body.get("ignore_eos") else "length"))
         await self._end(writer, count)

@@ -8,6 +8,7 @@ attempts in ``requeue`` (poison), the kernel's parent-death signal.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -468,7 +469,8 @@ async def test_wf_07_workers_restart_in_a_loop(rig: Rig) -> None:
             if len(workers) > 1:
                 os.kill(workers[0].pid, signal.SIGTERM)
                 turn += 1
-            await asyncio.sleep(1.0)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), 1.0)
 
     restarting = asyncio.create_task(restart())
     gate = asyncio.Semaphore(20)

@@ -57,7 +57,7 @@ async def test_redis_paused_three_seconds(rig: Rig, timing: Timing) -> None:
         call.reading()
         await rig.running(call.id, 10)
     rig.valkey.signal(signal.SIGSTOP)
-    await asyncio.sleep(3)
+    await asyncio.sleep(3)  # so long a pause is the case itself
     rig.valkey.signal(signal.SIGCONT)
     began = time.monotonic()
     seen = [len(c.reply.pieces) for c in calls]
@@ -79,7 +79,7 @@ async def test_client_gone_while_redis_is_paused(rig: Rig, timing: Timing) -> No
     rig.valkey.signal(signal.SIGSTOP)
     for call in calls:
         await call.leave()
-    await asyncio.sleep(1)
+    await asyncio.sleep(1)  # the pause goes on after they have gone
     rig.valkey.signal(signal.SIGCONT)
     timing("client gone while Redis is paused, after it goes on", await rig.quiet(15), 2 + SLACK)
     for call in calls:

@@ -170,7 +170,7 @@ async def test_st_06_a_silent_stream_has_a_pulse(make_rig: MakeRig) -> None:
             view = await rig.running(call.id, 5, 20)
         pid = await rig.worker_pid(view.worker)
         os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(2 * IDLE)
+        await asyncio.sleep(2 * IDLE)  # here, too
         os.kill(pid, signal.SIGCONT)
         assert proxy.cuts == 0
         for call in calls:
@@ -205,13 +205,7 @@ async def test_st_07_nothing_gathers_or_compresses_a_stream(make_rig: MakeRig) -
         return [clock() async for data in exchange.events() if re.search(r'"(content|text)":"[^"]', data)]
 
     async def pieces() -> list[float]:
-        call = await Call.begin(rig, server, "ws", 30)
-        reading = call.reading()
-        at: list[float] = []
-        while not reading.done():
-            at += [asyncio.get_running_loop().time()] * (len(call.reply.pieces) - len(at))
-            await asyncio.sleep(0.005)
-        return at
+        return (await (await Call.begin(rig, server, "ws", 30)).finish()).times
 
     for waiting in [*(arrivals(path, body) for path, body in bodies.items()), pieces()]:
         at = await waiting

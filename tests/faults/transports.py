@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,12 +30,14 @@ class Reply:
 
     Attributes:
         pieces: texts in order, as they came.
+        times: when each came, by the clock of :func:`time.monotonic`.
         finish: the finish reason.
         done: ``[DONE]`` or ``done`` was the last word.
         error: the error event or body.
     """
 
     pieces: list[str] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
     finish: str | None = None
     done: bool = False
     error: dict[str, Any] | None = None
@@ -44,6 +47,10 @@ class Reply:
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+    def add(self, text: str) -> None:
+        self.pieces.append(text)
+        self.times.append(time.monotonic())
 
 
 class Call:
@@ -135,7 +142,7 @@ class Call:
                     case "accepted":
                         self.id = message["request_id"]
                     case "delta":
-                        self.reply.pieces.append(message["text"])
+                        self.reply.add(message["text"])
                         self.reply.last_id = message["seq"]
                     case "done":
                         self.reply.finish, self.reply.done = message["finish_reason"], True
@@ -159,7 +166,7 @@ class Call:
             self.reply.error = body["error"]
             return
         choice = body["choices"][0]
-        self.reply.pieces.append(choice["message"]["content"])
+        self.reply.add(choice["message"]["content"])
         self.reply.finish, self.reply.done = choice["finish_reason"], True
 
     async def _read_events(self) -> None:
@@ -184,7 +191,7 @@ class Call:
             for choice in event.get("choices", [event]):
                 text = choice.get("text", choice.get("delta", {}).get("content"))
                 if text:
-                    self.reply.pieces.append(text)
+                    self.reply.add(text)
                 self.reply.finish = choice.get("finish_reason") or self.reply.finish
 
     async def pieces(self, count: int, timeout: float = 30.0) -> None:

@@ -22,11 +22,11 @@ from tests.conftest import ROOT
 from tests.support import eventually_sync
 
 OWNER = """
-import sys, time
+import signal
 from inference.embedded import EmbeddedValkey
 server = EmbeddedValkey()
 print(server.start(), server.pid, flush=True)
-time.sleep(60)
+signal.pause()
 """
 
 

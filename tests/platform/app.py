@@ -20,6 +20,7 @@ from sluice import runtime  # noqa: E402
 from sluice.application import build_application  # noqa: E402
 from sluice.consumers import Refuse, StreamingHttpConsumer, StreamingWebSocketConsumer  # noqa: E402
 from sluice.routes import OWN, Route  # noqa: E402
+from tests.support import turns  # noqa: E402
 
 #: What happened to handlers, in order; tests read it at /state.
 events: list[str] = []
@@ -109,7 +110,7 @@ class Hang(Base):
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.05)
+            await turns()
             events.append(f"hang {name} cleaned")
 
     get = post
@@ -182,7 +183,7 @@ class Sock(StreamingWebSocketConsumer):
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.05)
+            await turns()
             events.append("socket task cleaned")
 
     async def on_close(self, code: int) -> None:
@@ -208,7 +209,7 @@ async def _stacked(scope: Any, receive: Any, send: Any) -> None:
     async def body() -> Any:
         for _ in range(5):
             yield b"part " * 100
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # its pace; the handler returns long before its end
 
     request = ASGIRequest(scope, None)
 

@@ -19,6 +19,7 @@ import pytest
 
 from inference.embedded import EmbeddedValkey
 from tests.conftest import ROOT
+from tests.support import eventually_sync
 
 START_SECONDS = 60
 
@@ -70,13 +71,13 @@ class ServerProcess:
 
     def wait_state(self, condition: Callable[[dict[str, Any]], Any], seconds: float = 10) -> dict[str, Any]:
         """The state once ``condition`` holds for it."""
-        deadline = time.monotonic() + seconds
-        while True:
+
+        def check() -> dict[str, Any]:
             state = self.state()
-            if condition(state):
-                return state
-            assert time.monotonic() < deadline, f"never: {json.dumps(state, indent=1)}\n{self.text()[-3000:]}"
-            time.sleep(0.02)
+            assert condition(state), f"never: {json.dumps(state, indent=1)}\n{self.text()[-3000:]}"
+            return state
+
+        return eventually_sync(check, seconds)
 
     def connect(self, **options: int) -> socket.socket:
         """A plain TCP connection; ``rcvbuf`` sets the size of its receive buffer."""

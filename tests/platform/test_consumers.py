@@ -14,7 +14,7 @@ from sluice.conf import ServerConfig
 from sluice.consumers import HttpError, Refuse, StreamingHttpConsumer, StreamingWebSocketConsumer, live_consumers
 from sluice.routes import Route
 from sluice.status import ServerState, ServerStatus
-from tests.support import eventually
+from tests.support import eventually, turns
 
 DISCONNECT = {"type": "http.disconnect"}
 
@@ -187,7 +187,7 @@ class Steps(StreamingHttpConsumer):
             self.steps.append("entered")
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.01)
+            await turns()
             self.steps.append("cleaned")
 
 
@@ -341,7 +341,7 @@ class Sock(StreamingWebSocketConsumer):
             if name != "short":
                 await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.01)
+            await turns()
             self.log.append(f"{name} ends")
 
     async def on_close(self, code: int) -> None:
@@ -367,16 +367,11 @@ def text(talk: Talk, *messages: str) -> None:
         talk.incoming.put_nowait({"type": "websocket.receive", "text": message})
 
 
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
 async def test_socket_receives_while_its_tasks_run_and_ends_them() -> None:
     consumer = Sock()
     talk = socket(consumer, subprotocols=["x", "sluice.v1"])
     text(talk, "a", "b")
-    await settle()
+    await turns()
     assert talk.sent[0] == {"type": "websocket.accept", "subprotocol": "sluice.v1"}
     assert consumer.log == ["a runs", "b runs"]
     assert consumer.cancel("a")
@@ -391,7 +386,7 @@ async def test_a_key_runs_once() -> None:
     consumer = Sock()
     talk = socket(consumer)
     text(talk, "a", "a")
-    await settle()
+    await turns()
     assert consumer.log == ["a runs"]
     # The second one was an error of that message; the default closes the socket.
     assert talk.sent[-1]["code"] == 1011
@@ -440,7 +435,7 @@ async def test_socket_closes_after_its_last_task_in_a_drain() -> None:
     consumer = Sock()
     talk = socket(consumer)
     text(talk, "a")
-    await settle()
+    await turns()
     runtime.status.move(ServerState.FINISHING)
     consumer.cancel("a")
     closed = {"type": "websocket.close", "code": 1012, "reason": "server restarts"}
@@ -453,7 +448,7 @@ async def test_socket_shut_down_ends_its_tasks_first() -> None:
     consumer = Sock()
     talk = socket(consumer)
     text(talk, "a")
-    await settle()
+    await turns()
     await consumer.shut_down()
     assert consumer.log == ["a runs", "a ends"]
     assert talk.sent[-1]["code"] == 1012

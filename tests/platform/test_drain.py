@@ -223,7 +223,7 @@ def test_sigint_skips_the_pause_only(start: Start) -> None:
 @pytest.mark.parametrize("delay", [0.05, 0.3, 0.6])
 def test_signal_during_start_up(start: Start, number: int, delay: float) -> None:
     server = start(ready=False)
-    time.sleep(delay)
+    time.sleep(delay)  # the moment is what is tested, not waited for
     sent = server.signal(number)
     code = server.wait(10)
     # Before our handler stands, the interpreter's own answer; later an orderly exit. Never a hang.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import Rig, Server
+from tests.faults.harness import Exchange, Rig, Server
 from tests.faults.transports import Call
 from tests.support import eventually
 
@@ -27,21 +27,13 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
         yield rig
 
 
-async def watch(call: Call) -> list[float]:
-    """When each piece came, until the end."""
-    reading, times = call.reading(), []
-    while not reading.done() or len(times) < len(call.reply.pieces):
-        new = len(call.reply.pieces) - len(times)
-        times += [time.monotonic()] * new
-        await asyncio.sleep(0.002)
-    return times
-
-
 async def probe(server: Server, since: float) -> tuple[float, int]:
     """Seconds until readiness was false, and what liveness said then."""
-    while await server.get("/readyz") != 503:
-        assert time.monotonic() - since < 10
-        await asyncio.sleep(0.01)
+
+    async def refused() -> bool:
+        return await server.get("/readyz") == 503
+
+    await eventually(refused, every=0.01)
     return time.monotonic() - since, await server.get("/livez")
 
 
@@ -51,15 +43,18 @@ async def test_dr_02_the_drain_does_not_slow_what_runs(rig: Rig) -> None:
     server = await rig.server(SLUICE_PRE_DRAIN="0", SLUICE_DRAIN_DEADLINE="30")
     kinds = ["sse-chat", "sse-generate", "sse-completions", "ws"]
     calls = [await Call.begin(rig, server, kind, RATE * 6) for kind in kinds]
-    watching = [asyncio.create_task(watch(call)) for call in calls]
+    watching = [call.reading() for call in calls]
     for call in calls:
         await call.pieces(RATE * 2)
 
     sent = time.monotonic()
     server.process.signal(signal.SIGTERM)
-    await asyncio.sleep(0.1)
-    refused = await server.post("/v1/chat/completions", {"model": "scripted", "messages": []})
-    assert refused.status == 503
+
+    async def refusal() -> Exchange | None:
+        reply = await server.post("/v1/chat/completions", {"model": "scripted", "messages": []})
+        return reply if reply.status == 503 else None
+
+    refused = await eventually(refusal)
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.headers["connection"] == "close"
     assert (await refused.json())["error"]["code"] == "shutting_down"
@@ -67,7 +62,7 @@ async def test_dr_02_the_drain_does_not_slow_what_runs(rig: Rig) -> None:
     assert unready < 1.0
     assert alive == 200
 
-    times = await asyncio.gather(*watching)
+    times = [reply.times for reply in await asyncio.gather(*watching)]
     ended = max(t[-1] for t in times)
     assert await server.process.wait() == 0
     assert time.monotonic() - ended < 2.0

@@ -14,6 +14,7 @@ from websockets.sync.client import connect as ws_connect
 from sluice import logs
 from sluice.exchanges import ExchangeMiddleware, ExchangeRegistry
 from tests.platform.conftest import ServerProcess
+from tests.support import eventually
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -29,9 +30,11 @@ class Wire:
         self.messages: list[dict[str, Any]] = []
         self.incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.hold: asyncio.Event | None = None
+        self.held: list[dict[str, Any]] = []
 
     async def send(self, message: Any) -> None:
         if self.hold is not None:
+            self.held.append(message)
             await self.hold.wait()
         self.messages.append(message)
 
@@ -74,7 +77,7 @@ async def test_last_byte_counts_while_the_connection_is_full() -> None:
 
     registry, wire, task = serve(app)
     wire.hold = asyncio.Event()
-    await asyncio.sleep(0.01)
+    await eventually(lambda: wire.held)
     assert len(registry) == 1
     wire.hold.set()
     await task

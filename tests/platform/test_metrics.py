@@ -347,11 +347,11 @@ async def test_a_pool_serves_what_it_counts(deploy: Deploy, redis_url: str, tmp_
 
 
 HOLD = """
-import time
+import signal
 from inference import multiproc
 with multiproc.folder() as made:
     print(made, flush=True)
-    time.sleep(600)
+    signal.pause()
 """
 
 

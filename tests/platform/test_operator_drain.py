@@ -11,7 +11,7 @@ from sluice.conf import ServerConfig
 from sluice.exchanges import ExchangeRegistry
 from sluice.server.drain import Drain, DrainHooks
 from sluice.status import ServerState, ServerStatus
-from tests.support import eventually
+from tests.support import eventually, turns
 
 
 class Server:
@@ -66,18 +66,22 @@ async def test_steps_aside_and_comes_back(parts: tuple[Drain, Server, Hooks]) ->
     assert drain.status.state == ServerState.SERVING
     assert not drain.status.leaving
     exchange.release()
-    await asyncio.sleep(0.05)
+    await turns()
     assert hooks.states == ["pausing", "refusing", "finishing", "serving"]
     assert server.calls == ["close_idle"]
     drain.on_command("undrain")  # nothing to undo
     assert hooks.states[-1] == "serving"
 
 
-async def test_signal_after_an_operators_drain_skips_the_pause(parts: tuple[Drain, Server, Hooks]) -> None:
+async def test_signal_after_an_operators_drain_skips_the_pause(
+    parts: tuple[Drain, Server, Hooks], caplog: pytest.LogCaptureFixture
+) -> None:
     drain, server, hooks = parts
+    caplog.set_level("INFO", "sluice.drain")
     drain.on_command("drain")
     await eventually(lambda: drain.status.state == ServerState.FINISHING)
-    await asyncio.sleep(0.05)
+    await eventually(lambda: [r for r in caplog.records if r.__dict__.get("event") == "drained"])
+    await turns()
     assert hooks.calls == []
     drain.on_sigterm()
     drain.on_command("undrain")  # too late
@@ -139,7 +143,7 @@ async def test_which_signal_hurries(parts: tuple[Drain, Server, Hooks], signals:
     for name in signals.split():
         getattr(drain, {"term": "on_sigterm", "int": "on_sigint", "hup": "on_sighup"}[name])()
         await eventually(lambda: drain.status.state in (ServerState.FINISHING, ServerState.ENDING))
-    await asyncio.sleep(0.1)
+    await turns(100)
     assert (drain.status.state == ServerState.ENDING) == hurries
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()

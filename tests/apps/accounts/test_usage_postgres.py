@@ -94,7 +94,7 @@ async def test_collectors_of_four_processes_count_each_request_once(
     async def load(worker: int) -> None:
         for i in range(150):
             await used(store, f"{worker}-{i}", f"key:{worker % 3}")
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)  # the pace: it goes on while processes are killed
 
     async def kill() -> None:
         while not done.is_set():

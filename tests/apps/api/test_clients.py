@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from websockets.sync.client import connect
 from tests.apps.api.live import Site, chat
 from tests.apps.api.test_http import SAY_CALL, TOOLS
 from tests.conftest import skip_or_fail
+from tests.support import eventually
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 # Others' libraries warn about themselves.
@@ -103,9 +103,12 @@ async def test_openai_async_leaving_a_stream_cancels_it(site: Site) -> None:
             if chunk.choices[0].delta.content:
                 break
         await stream.close()
-        async with site.client() as plain, asyncio.timeout(10):
-            while (await plain.get(f"/v1/requests/{chunk.id}")).json().get("state") == "running":
-                await asyncio.sleep(0.02)
+        async with site.client() as plain:
+
+            async def ended() -> bool:
+                return (await plain.get(f"/v1/requests/{chunk.id}")).json().get("state") != "running"
+
+            await eventually(ended)
 
 
 async def test_openai_waits_out_a_queue_with_pings(site: Site) -> None:

@@ -259,7 +259,7 @@ async def test_ws_04_a_busy_server_keeps_its_healthy_sockets(site: Site) -> None
                         for n in range(1, 6)
                     ],
                     client.get("/metrics"),
-                    asyncio.sleep(0.1),
+                    asyncio.wait({done}, timeout=0.1),
                 )
             assert done.result()[-1]["usage"]["completion_tokens"] == 120
             waited = await waiting

@@ -319,8 +319,7 @@ class TestBounds:
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(work)
             longest, last = 0.0, time.perf_counter()
-            while not done.is_set():
-                time.sleep(0.001)
+            while not done.wait(0.001):
                 longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
         # Holding the GIL would make the longest gap about the whole time.
         assert longest < running.result() / 2
