@@ -25,7 +25,7 @@ from inference.config import Config
 from inference.gateway import Gateway, RequestSpec
 from inference.messages import Job, SamplingParams
 
-MODELS = "m=scripted:rate={rate:g},slots=4096,context=16384 parked=scripted:rate=0.001,slots=1"
+MODELS = "m=scripted:rate={rate:g},slots=4096,context=16384,say=1 parked=scripted:rate=0.001,slots=1"
 TOGETHER = {"SLUICE_MAX_QUEUED": "50000", "SLUICE_QUEUE_TIMEOUT": "3600"}
 
 
