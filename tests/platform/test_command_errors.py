@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from django.conf import settings
@@ -30,14 +31,22 @@ def run(*arguments: str, **env: str) -> tuple[int, str, str]:
 def test_redis_that_was_never_there_is_told_once(arguments: list[str]) -> None:
     status, out, err = run(*arguments, REDIS_URL=NOBODY)
     assert (status, out) == (1, "")
-    assert err.splitlines() == ["error: Redis does not answer (ConnectionError)"]
+    assert err.splitlines() == ["error: Redis does not answer (ConnectionError); start it, or correct REDIS_URL"]
 
 
 def test_other_mistakes_read_the_same() -> None:
-    assert run("inflight", REDIS_URL="")[2] == "error: REDIS_URL is not set\n"
+    assert run("inflight", REDIS_URL="")[2].startswith("error: REDIS_URL is not set; give it")
     assert run("inflight", REDIS_URL=NOBODY, SLUICE_REDIS_TIMEOUT="soon")[2].startswith("error: SLUICE_REDIS_TIMEOUT")
     status, _, err = run("inflight", "--traceback", REDIS_URL="")
     assert status == 1 and "Traceback" in err
+
+
+@pytest.mark.parametrize("arguments", [["usage"], ["purge"], ["apikey", "list"], ["apikey", "create", "x"]])
+def test_a_database_that_was_never_migrated_is_told_with_its_mend(arguments: list[str], tmp_path: Path) -> None:
+    status, _, err = run(*arguments, SLUICE_VAR_DIR=str(tmp_path), DATABASE_URL="", REDIS_URL=NOBODY)
+    assert status == 1
+    (line,) = err.splitlines()
+    assert line.startswith("error: ") and line.endswith("run 'manage.py migrate'")
 
 
 def test_every_command_of_ours_has_the_same_base() -> None:

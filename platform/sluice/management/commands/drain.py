@@ -9,10 +9,10 @@ from typing import Any
 from django.core.management.base import CommandError
 
 from inference.config import Config
-from inference.errors import SluiceError
 from inference.messages import ServerBeat, ServerCommand, encode
 from inference.redisio import Commander, connect
 from inference.store import RequestStore, StoreViews
+from sluice.command import NO_REDIS
 from sluice.command import Command as SluiceCommand
 
 
@@ -31,13 +31,10 @@ class Command(SluiceCommand):
         parser.add_argument("--undo", action="store_true", help="serve again")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        try:
-            config = Config.from_env()
-            if not config.redis_url:
-                raise CommandError("REDIS_URL is not set")
-            asyncio.run(self._run(config, options))
-        except SluiceError as exc:
-            raise CommandError(str(exc)) from exc
+        config = Config.from_env()
+        if not config.redis_url:
+            raise CommandError(NO_REDIS)
+        asyncio.run(self._run(config, options))
 
     async def _run(self, config: Config, options: dict[str, Any]) -> None:
         def dial() -> Any:

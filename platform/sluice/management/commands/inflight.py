@@ -12,11 +12,11 @@ import msgspec
 from django.core.management.base import CommandError
 
 from inference.config import Config, host_name
-from inference.errors import SluiceError
 from inference.lifecycle import Outcome, Reason
 from inference.redisio import Commander, connect
 from inference.store import RequestStore, RequestView, StoreViews
 from inference.store.series import audit_and_remember
+from sluice.command import NO_REDIS
 from sluice.command import Command as SluiceCommand
 
 _PAGE = 500
@@ -40,13 +40,10 @@ class Command(SluiceCommand):
         parser.add_argument("--json", action="store_true", help="print JSON")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        try:
-            config = Config.from_env()
-            if not config.redis_url:
-                raise CommandError("REDIS_URL is not set")
-            status = asyncio.run(self._with_store(config, options))
-        except SluiceError as exc:
-            raise CommandError(str(exc)) from exc
+        config = Config.from_env()
+        if not config.redis_url:
+            raise CommandError(NO_REDIS)
+        status = asyncio.run(self._with_store(config, options))
         if status:
             sys.exit(status)
 

@@ -14,7 +14,6 @@ from django.core.management.base import CommandError
 
 from inference import multiproc
 from inference.config import Config
-from inference.errors import SluiceError
 from inference.logs import configure
 from inference.models.registry import check_models
 from inference.pool import Supervisor, check_sharing, parse_devices
@@ -48,15 +47,12 @@ class Command(SluiceCommand):
         parser.add_argument("--models", metavar="ALIAS,...", help="serve only these of SLUICE_MODELS")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        try:
-            config, models = self._config(options)
-            devices = parse_devices(config.devices)
-            check_sharing(devices, [s for s in config.model_specs() if s.alias in models])
-            configure("pool")
-            with exported(config):
-                status = asyncio.run(_run(config, devices, models))
-        except SluiceError as exc:
-            raise CommandError(str(exc)) from exc
+        config, models = self._config(options)
+        devices = parse_devices(config.devices)
+        check_sharing(devices, [s for s in config.model_specs() if s.alias in models])
+        configure("pool")
+        with exported(config):
+            status = asyncio.run(_run(config, devices, models))
         if status:
             raise SystemExit(status)
 
