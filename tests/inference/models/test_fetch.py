@@ -10,7 +10,7 @@ import pytest
 from inference.config import Config
 from inference.errors import ModelUnavailable
 from inference.models import fetch
-from inference.models.fetch import fetch_default
+from inference.models.fetch import fetch_default, still_at_it
 from inference.models.registry import check_folder, default_folder, write_manifest
 
 
@@ -230,3 +230,11 @@ class TestTheRealModel:
         answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
         assert "Paris" in answer
         assert answer.endswith("<|im_end|>")
+
+
+def test_a_long_step_says_that_it_goes_on_and_stops_saying_so() -> None:
+    told = threading.Event()
+    before = threading.active_count()
+    with still_at_it(lambda line: told.set(), every=0.01):
+        assert told.wait(10)
+    assert threading.active_count() == before
