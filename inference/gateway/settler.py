@@ -132,9 +132,11 @@ class Settler:
             await asyncio.wait([note.after])
         backoff = _FIRST_BACKOFF
         while True:
+            told = note.reader
             try:
                 await self._once(request_id, note)
-                break
+                if note.reader == told:
+                    break  # otherwise another one has left while Redis was being told of the one before
             except StoreUnavailable:
                 self.retries += 1
                 metrics.SETTLE_RETRIES.inc()

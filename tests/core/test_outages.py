@@ -18,6 +18,7 @@ import redis.asyncio as redis_async
 from inference.embedded import EmbeddedValkey
 from inference.errors import StoreUnavailable
 from inference.gateway import Detached, RequestEnded
+from inference.gateway.settler import Settler
 from inference.gateway.stream import RequestStream
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Frame, encode
@@ -81,6 +82,29 @@ async def test_settling_goes_on_until_redis_answers(deploy: Deploy, monkeypatch:
     await gateway.settler.wait_empty()
     assert gateway.settler.retries == 3 and len(deployment.endings) == 1
     await deployment.clean(gateway)
+
+
+async def test_a_reader_that_leaves_while_the_one_before_is_let_go_of_is_told_too() -> None:
+    """Its note was deleted with the answer to the one before; the request kept a reader that nobody was."""
+    asked: list[str | None] = []
+    under_way, answer = asyncio.Event(), asyncio.Event()
+
+    class Store:
+        async def detach(self, request_id: str, *, server: str, grace: float, reader: str | None) -> tuple[str, str]:
+            asked.append(reader)
+            under_way.set()
+            await answer.wait()
+            return ("gone" if reader == "first" else "detached"), ""
+
+    settler = Settler(Store(), "s", lambda ending: None)  # type: ignore[arg-type]
+    settler.start()
+    settler.put("r", Outcome.cancelled(Reason.CLIENT_GONE), grace=5.0, reader="first")
+    await asyncio.wait_for(under_way.wait(), 5)
+    done = settler.put("r", Outcome.cancelled(Reason.CLIENT_GONE), grace=5.0, reader="second")
+    answer.set()
+    await asyncio.wait_for(done, 5)
+    assert asked == ["first", "second"]
+    assert await settler.stop(1.0) == 0
 
 
 async def test_settling_outlives_a_task_that_is_cancelled_again_and_again(
