@@ -104,6 +104,24 @@ async def test_one_that_is_cancelled_while_it_waits_is_never_started(rig: Rig) -
     await rig.quiet()
 
 
+async def test_one_that_the_library_does_not_take_fails_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And neither hangs, nor holds its slot, nor keeps the rest of its burst from starting."""
+    manager = rig.engine._batching_loop.manager
+    take = manager.add_request
+
+    def refuse(prompt: list[int], **more: object) -> object:
+        if more["request_id"].endswith(":bad"):
+            raise RuntimeError("no")
+        return take(prompt, **more)
+
+    monkeypatch.setattr(manager, "add_request", refuse)
+    bad, good = (rig.submit(job(name, max_tokens=3, ignore_eos=True)) for name in ("bad", "good"))
+    assert (await bad.finished()).finish == "error"
+    assert (await good.finished()).finish == "length"
+    await rig.quiet()
+    assert rig.engine.free_slots() == rig.info.slots
+
+
 async def test_beside_running_ones_nothing_waits(rig: Rig) -> None:
     """The wait is for an idle engine: a busy one lets a newcomer join at its next step."""
     running = rig.submit(job("running", max_tokens=400, ignore_eos=True))

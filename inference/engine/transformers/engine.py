@@ -244,11 +244,16 @@ class TransformersEngine:
     def _start_all(self, generations: list[Generation]) -> None:
         """Start those that have waited, and that nobody has cancelled meanwhile."""
         for generation in generations:
-            if not generation.closed:
-                try:
-                    self._start(generation)
-                except EngineDied:
-                    return  # so does the worker: what it holds goes on elsewhere
+            if generation.closed:
+                continue
+            try:
+                self._start(generation)
+            except EngineDied:
+                return  # so does the worker: what it holds goes on elsewhere
+            except Exception:
+                # The edge of a task or a timer: whatever went wrong in the library, this request must end.
+                logger.exception("A sequence could not be started", extra={"request": generation.job.id})
+                self._on_step([(generation, _failed(generation.job, "The sequence could not be started."))])
 
     def _start(self, generation: Generation) -> None:
         self._check_alive()

@@ -127,13 +127,18 @@ class BatchingLoop:
         generation.key = f"{next(self._numbers)}:{generation.job.id}"
         generation.started = True
         self._registry.add(generation)
-        accepted = self.manager.add_request(
-            [*generation.job.prompt_ids, *generation.tokens],
-            request_id=generation.key,
-            max_new_tokens=generation.params.max_tokens - generation.prior,
-            streaming=True,
-            eos_token_id=sorted(generation.stop_ids) or [-1],
-        )
+        try:
+            accepted = self.manager.add_request(
+                [*generation.job.prompt_ids, *generation.tokens],
+                request_id=generation.key,
+                max_new_tokens=generation.params.max_tokens - generation.prior,
+                streaming=True,
+                eos_token_id=sorted(generation.stop_ids) or [-1],
+            )
+        except BaseException:
+            generation.started = False
+            self._registry.discard(generation.key)
+            raise
         return accepted is not None
 
     def cancel(self, key: str) -> None:
