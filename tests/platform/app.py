@@ -138,13 +138,18 @@ class Stick(Base):
 
 
 class Sock(StreamingWebSocketConsumer):
-    """``stream N PACE`` sends N texts; ``flood N SIZE`` as fast as it can; ``hang`` waits; ``fail`` raises."""
+    """``stream N PACE`` sends N texts; ``flood N SIZE`` as fast as it can; ``hang`` waits; ``fail`` raises.
+
+    With the query ``refuse`` it refuses the handshake, with ``wait`` it never answers it.
+    """
 
     subprotocols = ("sluice.v1",)
 
     async def authorize(self) -> Any:
         if self.scope["query_string"] == b"refuse":
             raise Refuse()
+        if self.scope["query_string"] == b"wait":
+            await asyncio.Event().wait()
         return None
 
     async def on_open(self) -> None:

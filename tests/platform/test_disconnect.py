@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 import httpx
 import pytest
 from websockets.sync.client import connect as ws_connect
 
 from tests.platform.conftest import ServerProcess
+
+Start = Callable[..., ServerProcess]
 
 pytestmark = pytest.mark.timeout(60)
 numbers = itertools.count()
@@ -131,6 +135,19 @@ def test_socket_tasks_end_with_their_socket(server: ServerProcess) -> None:
     state = server.wait_state(lambda s: s["open"] == 1)
     assert state["events"].count("socket task cleaned") == before + 10
     assert any(e.startswith("socket closed 1000 with 0 tasks") for e in state["events"])
+
+
+def test_a_handshake_that_is_not_answered_is_given_up(start: Start) -> None:
+    """After SLUICE_READ_TIMEOUT, here 1 s. Daphne's own limit of 5 s would drop clients while many are greeted."""
+    server = start(SLUICE_READ_TIMEOUT="1")
+    sock = server.request(
+        b"GET /ws?wait HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    )
+    sock.settimeout(4)
+    with contextlib.suppress(ConnectionResetError):
+        assert sock.recv(1000) == b""
+    server.wait_state(lambda s: s["open"] == 1)
 
 
 def test_handshakes_that_leave_at_once_or_are_refused_leave_nothing(server: ServerProcess) -> None:

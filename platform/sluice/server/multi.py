@@ -145,7 +145,7 @@ class Supervisor:
             self.children.remove(child)
             child.forget_pipe()
             if self._stopping or child.leaving:
-                # One that was still starting dies of our signal; it had nothing to finish.
+                # One that was still starting, or past its loop already, dies of our signal: it has nothing to finish.
                 if code not in (0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP):
                     self.exit_code = 1
                 continue
