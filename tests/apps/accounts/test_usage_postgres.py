@@ -51,6 +51,8 @@ from django.db import DatabaseError
 from apps.accounts.usage import add
 batches, added = list(range(60)), 0
 random.Random(sys.argv[1]).shuffle(batches)
+print("ready", flush=True)
+sys.stdin.readline()  # all begin when all are there
 for n in batches:
     one = {"requests": 1, "prompt_tokens": n, "generated_tokens": 2 * n}
     accounts = {(date(2026, 3, 1 + d), f"key:{n % 3}", "m"): one for d in range(3)}
@@ -127,6 +129,13 @@ async def _collected(store: RequestStore) -> bool:
 def test_a_batch_that_many_add_at_the_same_time_is_added_once(postgres: Postgres) -> None:
     """Four processes add the same sixty batches, each in another order, to the same nine records."""
     processes = [manage(postgres, "-c", ADD, str(n)) for n in range(4)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
     added = [int(p.communicate(timeout=120)[0]) for p in processes]
     assert sum(added) == 60
     assert sum(n > 0 for n in added) > 1, "they did write at the same time"
