@@ -25,7 +25,7 @@ from tests.support import eventually
 SCALE = float(os.environ.get("SLUICE_SCALE", "0.1"))
 COUNT = max(5, int(100 * SCALE))
 MODELS = (
-    "scripted=scripted:rate=100,faults=1,context=100000,slots=16 "
+    f"scripted=scripted:rate=100,faults=1,context=100000,slots={max(16, 2 * COUNT)} "
     "narrow=scripted:rate=50,slots=1,prefill=1,context=100000"
 )
 LIST, HEALTH = "/admin/inflight/inflightrequest/", "/admin/inflight/inflightrequest/health/"
