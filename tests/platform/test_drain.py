@@ -141,6 +141,24 @@ def test_idle_connections_are_closed_at_once_and_busy_ones_after_their_answer(st
     assert server.wait() == 0
 
 
+def test_a_request_on_its_way_as_the_drain_begins_is_answered(start: Start) -> None:
+    """Its connection stands, and nothing has come on it: closed now, the client would have no answer at all."""
+    server = start("--pre-drain", "0", "--drain-deadline", "20")
+    stream = Reader(server, "n=40&pace=0.1")
+    assert stream.first.wait(10)
+    fresh, unused = server.connect(), server.connect()
+    server.state()  # asked on a later connection: both have been taken
+    server.signal(signal.SIGTERM)
+    eventually_sync(lambda: "server is finishing" in server.text(), 5.0, every=0.002)
+    fresh.sendall(b"GET /ticks?n=1 HTTP/1.1\r\nHost: x\r\n\r\n")
+    answer = fresh.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 503"), answer
+    assert b"shutting_down" in answer
+    assert unused.recv(1) == b""
+    assert not stream.ended  # long before the process leaves
+    assert server.wait() == 0
+
+
 def test_new_sockets_are_refused_with_503(start: Start) -> None:
     server = start("--pre-drain", "0", "--drain-deadline", "20")
     stream = Reader(server, "n=40&pace=0.1")

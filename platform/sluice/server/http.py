@@ -28,6 +28,9 @@ SPARE = 16
 #: Seconds in which such a connection has to ask.
 SPARE_TIMEOUT = 2.0
 _FOR_OPERATORS = frozenset(route.template.encode() for route in OWN)
+#: Seconds that a connection without any request yet stays open when idle ones are closed. Without them a
+#: request that arrives as the drain begins finds its new connection closed, and its client has no answer.
+FIRST_REQUEST = 0.5
 #: Characters of a Content-Length; what is longer has not been written by a client of good will.
 LENGTH_CHARS = 100
 
@@ -148,6 +151,8 @@ class SluiceChannel(http.HTTPChannel):
         self._head_bytes = 0
         self._ahead = 0
         self._full = False
+        self._new = True
+        self._first: Any = None
 
     # --- life -------------------------------------------------------------------------
 
@@ -164,6 +169,8 @@ class SluiceChannel(http.HTTPChannel):
 
     def connectionLost(self, reason: Any) -> None:
         self._stop_clock()
+        if self._first is not None:
+            self._first.cancel()
         self.server.closed(self.transport)
         super().connectionLost(reason)
 
@@ -173,13 +180,27 @@ class SluiceChannel(http.HTTPChannel):
         return not self.busy and not self.requests and self._deadline is None
 
     def close_if_idle(self) -> None:
-        """Close a keep-alive connection, unless a request has just come in on it."""
-        if self.idle and not sockets.has_unread(self.transport.socket):
+        """Close a keep-alive connection, unless a request has just come in on it.
+
+        One on which nothing ever came was opened for a request that is on its way: it has
+        ``FIRST_REQUEST`` seconds for it.
+        """
+        if not self.idle or sockets.has_unread(self.transport.socket):
+            return
+        if not self._new:
+            self.loseConnection()
+        elif self._first is None:
+            self._first = reactor.callLater(FIRST_REQUEST, self._close_unused)
+
+    def _close_unused(self) -> None:
+        self._first = None
+        if self.server.status.leaving and self.idle and not sockets.has_unread(self.transport.socket):
             self.loseConnection()
 
     # --- receiving --------------------------------------------------------------------
 
     def dataReceived(self, data: bytes) -> None:
+        self._new = False
         if self.refused:
             return
         if not self.busy:
