@@ -140,7 +140,8 @@ def as_chat(asked: ResponseBody, conversation: list[dict[str, Any]]) -> ChatBody
         "messages": messages,
         "max_completion_tokens": asked.max_output_tokens,
         "stream": asked.stream,
-        "parallel_tool_calls": asked.parallel_tool_calls,
+        # Clients send it always here; the older form takes it beside tools only.
+        "parallel_tool_calls": asked.parallel_tool_calls if asked.tools else None,
         "chat_template_kwargs": asked.chat_template_kwargs,
         "response_format": _format(asked.text),
     }

@@ -81,6 +81,9 @@ def parameters(tool: Tool) -> dict[str, Any]:
 def resolve(tools: Sequence[Tool] | None, choice: str | NamedChoice | None, parallel: bool | None) -> ToolUse | None:
     """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` add up to; ``None``: no tools.
 
+    Without tools, ``none`` and ``auto`` say what holds anyway, and widespread clients always
+    send one of them; everything else needs tools.
+
     Raises:
         ApiError: a choice without tools, of a function that is not among them,
             or two functions of one name.
@@ -88,6 +91,8 @@ def resolve(tools: Sequence[Tool] | None, choice: str | NamedChoice | None, para
     if not tools:
         if choice not in (None, "none", "auto"):
             raise invalid("tool_choice is given without tools.", "tool_choice", "invalid_value")
+        if parallel is not None:
+            raise invalid("parallel_tool_calls is given without tools.", "parallel_tool_calls", "invalid_value")
         return None
     names = [tool.function.name for tool in tools]
     for name in names:

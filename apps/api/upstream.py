@@ -14,7 +14,9 @@ from apps.api.errors import ApiError, invalid
 from apps.api.schema.generation import ChatBody, GenerateBody
 from inference.text.protocol import Tokenizer
 
-_FORWARDED = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template_kwargs")
+_FORWARDED = ("response_format", "chat_template_kwargs")
+#: An empty list of tools, or a choice without any, is refused by many servers.
+_WITH_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
 def check(
@@ -67,7 +69,7 @@ def prompt_text(prompt: str | list[int]) -> str:
 
 def _encode(body: ChatBody | GenerateBody, continue_final: bool = False) -> str:
     out: dict[str, Any] = {"messages": body.messages}
-    for name in _FORWARDED:
+    for name in (*_FORWARDED, *_WITH_TOOLS) if getattr(body, "tools", None) else _FORWARDED:
         value = getattr(body, name, None)
         if value is not None:
             out[name] = value

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, get_args, get_type_hints
 
+import msgspec
 import openai
 import pytest
 from openai.types import completion_create_params, embedding_create_params
@@ -16,7 +17,8 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
 from openai.types.responses import Response, ResponseStreamEvent, response_create_params
 
-from apps.api import reference
+from apps.api import reference, upstream
+from apps.api.schema.generation import ChatBody
 from tests.apps.api import live
 from tests.apps.api.live import Site
 
@@ -196,10 +198,38 @@ INEFFECTIVE: list[tuple[str, dict[str, Any], str]] = [
     ("/generate", {"prompt": None}, "prompt"),
     ("/v1/chat/completions", {**OFFICIAL["/v1/chat/completions"][0], "top_logprobs": 2}, "top_logprobs"),
     ("/v1/chat/completions", {**OFFICIAL["/v1/chat/completions"][0], "tool_choice": "required"}, "tool_choice"),
+    *(
+        ("/v1/chat/completions", {**OFFICIAL["/v1/chat/completions"][0], **fields}, next(iter(fields)))
+        for fields in (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": []},
+            {"tool_choice": "required", "tools": []}, {"parallel_tool_calls": False},
+            {"parallel_tool_calls": True, "tools": []}, {"parallel_tool_calls": True, "tool_choice": "auto"},
+        )
+    ),
+    ("/v1/responses", {"model": "demo", "input": "x", "tool_choice": "required"}, "tool_choice"),
     ("/v1/completions", {"model": "demo", "prompt": "x", "n": 2, "best_of": 1}, "best_of"),
     ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
     ("/tokenize", {"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
 ]
+
+
+async def test_what_widespread_clients_say_of_tools_that_they_do_not_send_is_taken(site: Site) -> None:
+    async with site.client() as client:
+        for path in ("/v1/chat/completions", "/v1/responses"):
+            for choice in ("none", "auto", None):
+                for tools in ({}, {"tools": None}, {"tools": []}):
+                    more = {"parallel_tool_calls": False} if path == "/v1/responses" else {}
+                    reply = await client.post(path, json={**OFFICIAL[path][0], "tool_choice": choice, **tools, **more})
+                    assert reply.status_code == 200, (path, choice, tools, reply.text)
+
+
+def test_an_upstream_is_told_of_tools_only_where_there_are_any() -> None:
+    """Several refuse an empty list of tools, and any choice without tools."""
+    function = {"type": "function", "function": {"name": "f"}}
+    for tools in (None, [], [function]):
+        raw = {"model": "m", "messages": SAY, "tools": tools, "tool_choice": "auto"}
+        told = json.loads(upstream.chat_text(msgspec.convert(raw, ChatBody)))
+        assert set(told) == ({"messages", "tools", "tool_choice"} if tools else {"messages"})
 
 
 @pytest.mark.parametrize(("path", "body", "param"), INEFFECTIVE, ids=[f"{p} {q}" for p, _, q in INEFFECTIVE])
