@@ -9,10 +9,10 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from typing import BinaryIO
 
 import httpx
 import pytest
-from websockets.sync.client import connect as ws_connect
 
 from sluice.server.gate import WriteGate
 from tests.platform.conftest import ServerProcess
@@ -25,10 +25,22 @@ HANDSHAKE = (
 )
 
 
-def frame(text: str) -> bytes:
-    """A masked text frame (with a mask of zeros)."""
-    data = text.encode()
-    return bytes([0x81, 0x80 | len(data)]) + bytes(4) + data
+TEXT, PING, PONG = 0x1, 0x9, 0xA
+
+
+def frame(data: str | bytes, opcode: int = TEXT) -> bytes:
+    """A masked frame (with a mask of zeros)."""
+    data = data.encode() if isinstance(data, str) else data
+    return bytes([0x80 | opcode, 0x80 | len(data)]) + bytes(4) + data
+
+
+def next_frame(stream: BinaryIO, opcode: int) -> bytes:
+    """What the next frame of a kind holds; those before it are passed over. All of them are small."""
+    while head := stream.read(2):
+        data = stream.read(head[1])
+        if head[0] == 0x80 | opcode:
+            return data
+    raise AssertionError("the server has closed the connection")
 
 
 def open_flood(server: ServerProcess, kind: str, name: str) -> None:
@@ -135,17 +147,22 @@ def test_dead_peer_is_found_by_pings_though_we_keep_sending(start: Start) -> Non
 
 def test_healthy_sockets_survive_a_busy_server(start: Start) -> None:
     """A process that was stopped for longer than the ping timeout finds the pongs before it judges."""
-    server = start(SLUICE_WS_PING_INTERVAL="1", SLUICE_WS_PING_TIMEOUT="1")
-    with ws_connect(server.url.replace("http", "ws") + "/ws", ping_interval=None) as sock:
-        sock.recv(5)
-        for _ in range(2):
-            time.sleep(2.5)
-            os.kill(server.process.pid, signal.SIGSTOP)
-            time.sleep(2.5)
-            os.kill(server.process.pid, signal.SIGCONT)
-        time.sleep(2)
-        sock.send("echo here")
-        assert sock.recv(5) == "here"
+    server = start(SLUICE_WS_PING_INTERVAL="1", SLUICE_WS_PING_TIMEOUT="2")
+    sock = server.request(HANDSHAKE)
+    stream = sock.makefile("rb")
+    assert stream.readline().startswith(b"HTTP/1.1 101")
+    while stream.readline() != b"\r\n":
+        pass
+    for _ in range(2):
+        waited_for = next_frame(stream, PING)
+        os.kill(server.process.pid, signal.SIGSTOP)
+        # Behind more than one read takes in: the time is up before it is read.
+        sock.sendall(frame(b"x" * 125, PONG) * 1500 + frame(waited_for, PONG))
+        time.sleep(3.5)  # so long a pause is the case itself
+        os.kill(server.process.pid, signal.SIGCONT)
+    next_frame(stream, PING)  # there is none while an earlier one waits for its pong
+    sock.sendall(frame("echo here"))
+    assert next_frame(stream, TEXT) == b"here"
     assert server.state()["dead_peers"] == 0
 
 
