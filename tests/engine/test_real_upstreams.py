@@ -9,11 +9,11 @@ there is skipped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from inference.config import Config
 from inference.engine.openai_upstream import OpenAIEngine
 from inference.messages import Job, SamplingParams
 from tests.engine.rig import Answer, Rig
-from tests.support import find_free_port
+from tests.support import eventually_sync, find_free_port
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -81,15 +81,18 @@ def server(
 
 
 def wait_until_up(process: subprocess.Popen[bytes], port: int, output: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
+    def up_or_ended() -> bool:
         if process.poll() is not None:
-            break
+            return True
         try:
-            if httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=5).status_code == 200:
-                return
+            return httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=5).status_code == 200
         except httpx.HTTPError:
-            time.sleep(0.2)
+            return False
+
+    with contextlib.suppress(AssertionError):
+        eventually_sync(up_or_ended, START_SECONDS, every=0.2)
+        if process.poll() is None:
+            return
     pytest.fail(f"the upstream server did not start:\n{output.read_text(errors='replace')[-2000:]}")
 
 

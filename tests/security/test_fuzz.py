@@ -457,10 +457,11 @@ async def test_websocket_generations(site: live.Site) -> None:
                 if rng.random() < 0.3:
                     ws.transport.abort()
                 elif rng.random() < 0.7:
-                    deadline = time.monotonic() + 30
-                    while open_refs and not listening.done() and time.monotonic() < deadline:
-                        await asyncio.sleep(0.02)
-                    assert listening.done() or not open_refs, f"never answered: {open_refs}"
+                    await eventually(
+                        lambda end=listening, waiting=open_refs: end.done() or not waiting,
+                        30,
+                        what=f"an end of each of {open_refs}",
+                    )
                 await ws.close()
                 await listening
                 COUNTS[f"wsgen closed {ws.close_code}"] += 1
