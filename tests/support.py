@@ -67,7 +67,7 @@ async def turns(count: int = 10) -> None:
 def _source(check: Callable[[], Any]) -> str:
     try:
         return inspect.getsource(check).strip()
-    except OSError:
+    except (OSError, TypeError):  # also: a functools.partial, or a method of what is built in, has none
         return repr(check)
 
 
