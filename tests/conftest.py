@@ -21,8 +21,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("REDIS_URL", None)
-if not (ROOT / "platform/sluice/settings.py").exists():  # pragma: no cover
-    os.environ.pop("DJANGO_SETTINGS_MODULE")
 
 import django  # noqa: E402
 import redis as redis_sync  # noqa: E402
@@ -34,8 +32,7 @@ from inference.errors import ModelUnavailable  # noqa: E402
 from inference.models.registry import resolve  # noqa: E402
 from tests.support import find_free_port  # noqa: E402
 
-if "DJANGO_SETTINGS_MODULE" in os.environ:
-    django.setup()  # pytest-django looked for the variable before it was set here
+django.setup()  # pytest-django looked for the variable before it was set here
 
 CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 
@@ -138,15 +135,3 @@ def model_folder() -> str:
 @pytest.fixture
 def free_port() -> int:
     return find_free_port()
-
-
-@pytest.fixture
-def free_ports() -> Callable[[], int]:
-    """A factory, for tests that need several."""
-    return find_free_port
-
-
-@pytest.fixture
-def scratch(tmp_path: Path) -> Path:
-    """An empty folder that goes away with the test."""
-    return tmp_path
