@@ -5,6 +5,10 @@ tags in the text come out as text; nh3 with a short list of tags, attributes and
 URL schemes; and the page's Content-Security-Policy. Code is highlighted with
 classes, never with inline styles. Images become links, so that reading an
 answer fetches nothing from anywhere.
+
+A few texts make the parser look through all the rest again for each thing that
+begins. Its work is counted, and what would take more than its length is worth
+is shown as it was written.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ import nh3
 import pygments
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
+from markdown_it.rules_block import StateBlock
+from markdown_it.rules_core import StateCore
+from markdown_it.rules_inline import StateInline, linkify
 from markdown_it.token import Token
 from markdown_it.utils import EnvType, OptionsDict
 from pygments.formatters import HtmlFormatter
@@ -31,6 +38,17 @@ HIGHLIGHT_LIMIT = 60_000
 """Longest code, in characters, that is highlighted; longer code is shown plain."""
 HIGHLIGHT_SECONDS = 0.25
 """Longest time of a thread's own that goes into highlighting a piece of code; the rest of it is shown plain."""
+
+STEPS = 2_000
+"""What the parser may do for any text, however short."""
+STEPS_PER_CHARACTER = 3
+"""Places that it may look at for each character of a paragraph."""
+STEPS_PER_LINE = 20
+"""Times that it may ask what a line begins, for each line of a text."""
+LABELS_WITHIN_LABELS = 6
+"""How deep brackets are followed in search of a link; each level is one more look at the same text."""
+SCHEME_LENGTH = 40
+"""Longest scheme of a plain link, in characters."""
 
 _TAGS = {"p", "br", "hr", "strong", "em", "s", "del", "code", "pre", "span", "a"} | {
     "blockquote",
@@ -101,15 +119,80 @@ class _Renderer(RendererHTML):
     td_open = _cell
 
 
+class TooCostly(Exception):
+    """A text takes the parser more steps than its length is worth."""
+
+
+def _count(state: StateBlock | StateInline) -> None:
+    state.env["steps"] -= 1
+    if state.env["steps"] < 0:
+        raise TooCostly
+
+
+def _count_line(state: StateBlock, line: int, end: int, silent: bool) -> bool:
+    _count(state)
+    return False
+
+
+def _count_place(state: StateInline, silent: bool) -> bool:
+    _count(state)
+    return False
+
+
+def _parse_blocks(state: StateCore) -> None:
+    lines = state.src.count("\n") + 1
+    state.env["steps"] = STEPS + STEPS_PER_LINE * lines
+    try:
+        state.md.block.parse(state.src, state.md, state.env, state.tokens)
+    except TooCostly:
+        state.tokens[:] = [Token("fence", "code", 0, content=state.src, map=[0, lines], block=True)]
+
+
+def _parse_inlines(state: StateCore) -> None:
+    for token in state.tokens:
+        if token.type != "inline":
+            continue
+        token.children = []
+        state.env["steps"] = STEPS + STEPS_PER_CHARACTER * len(token.content)
+        try:
+            INLINES.inline.parse(token.content, INLINES, state.env, token.children)
+        except TooCostly:
+            token.children = [Token("text", "", 0, content=token.content)]
+
+
+def _plain_link(state: StateInline, silent: bool) -> bool:
+    """The library's rule, which would look for the scheme in all the text before it, for each "://" again."""
+    if len(state.pending) <= SCHEME_LENGTH or not state.src.startswith("://", state.pos):
+        return linkify(state, silent)
+    before = state.pending[:-SCHEME_LENGTH]
+    state.pending = state.pending[-SCHEME_LENGTH:]
+    if not silent:
+        rest, state.pending = state.pending, before
+        state.pushPending()
+        state.pending = rest
+        return linkify(state, silent)
+    found = linkify(state, silent)
+    state.pending = before + state.pending
+    return found
+
+
 def _parser() -> MarkdownIt:
     parser = MarkdownIt("commonmark", {"html": False, "linkify": True}, renderer_cls=_Renderer)
     parser.enable(["table", "strikethrough", "linkify"])
+    parser.core.ruler.at("block", _parse_blocks)
+    parser.core.ruler.at("inline", _parse_inlines)
+    everywhere = {"alt": ["paragraph", "reference", "blockquote", "list"]}
+    parser.block.ruler.before("table", "count", _count_line, everywhere)
+    parser.inline.ruler.before("text", "count", _count_place)
+    parser.inline.ruler.at("linkify", _plain_link)
     if parser.linkify is not None:
         parser.linkify.set({"fuzzy_link": False, "fuzzy_email": False, "fuzzy_ip": False})
     return parser
 
 
 PARSER = _parser()
+INLINES = _parser()
+INLINES.options["maxNesting"] = LABELS_WITHIN_LABELS
 
 
 def language(fence: Token) -> str:

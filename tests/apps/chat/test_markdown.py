@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from html import escape as html_escape
 from html.parser import HTMLParser
 from typing import Any
 
@@ -215,6 +216,49 @@ def test_code_that_a_lexer_takes_minutes_for_is_shown_all_the_same() -> None:
     lines = code_lines(code, "perl")
     assert time.thread_time() - start < 4 * HIGHLIGHT_SECONDS
     assert len(lines) == 15_001 and "<span" in lines[0] and lines[-1] == "s{"
+
+
+@pytest.mark.parametrize("unit", ["|-|\n> a@b\n> > \t", "http://  ", "![", "[", "> * ", "http://![a", "[a](b '"])
+def test_a_render_costs_in_proportion_to_the_text(unit: str) -> None:
+    """The first two made the parser look through all the rest for each thing that begins: 40,000 characters, 13 s."""
+
+    def cost(length: int) -> float:
+        text = (unit * length)[:length]
+        best = 1e9
+        for _ in range(3):
+            live, start = LiveMarkdown(), time.thread_time()
+            live.update(text)
+            best = min(best, time.thread_time() - start)
+        return best
+
+    cost(100)  # what is compiled at first use
+    assert cost(20_000) < 8 * cost(5_000) + 0.005
+
+
+def test_what_is_too_costly_is_shown_as_it_was_written() -> None:
+    text = "|-|\n> a@b\n> > \t" * 500
+    live, shown = LiveMarkdown(), Shown()
+    live.update(text)
+    (block,) = live.blocks
+    assert block.lines is not None and "\n".join(block.lines) == html_escape(text, quote=False)
+    check_content(shown.advance(live.blocks))
+    assert "<pre" in render(text)
+    # One paragraph alone: the others keep what they have.
+    html = render("*one*\n\n" + "[" * 20_000 + "*two*\n\n*three*")
+    assert "<em>one</em>" in html and "<em>three</em>" in html
+
+
+def test_brackets_and_plain_links_are_found_however_much_is_around_them() -> None:
+    far = "word " * 2_000
+    html = render(
+        f"{far}[[[[see](https://a.org)]]] {far}https://b.org/x {far}[![i](https://c.org/i.png)](https://d.org)"
+    )
+    for link in ("https://a.org", "https://b.org/x", "https://c.org/i.png"):
+        assert f'href="{link}"' in html
+    deep = "\n".join("  " * depth + "- item" for depth in range(9))
+    assert render(deep * 3).count("<ul>") >= 9
+    matrix = ", ".join("[[1, 2], [3, [4, [5]]]]" for _ in range(500)) + " and *so on*"
+    assert "<em>so on</em>" in render(matrix)
 
 
 def test_markdown_that_people_use() -> None:
