@@ -60,7 +60,10 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         role = str(message.__struct_config__.tag)
         item: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text_of(message.content)}
         if isinstance(message, ToolMessage):
-            if called and message.tool_call_id not in called:
+            if not called:
+                text = "A tool's result answers a call, and no call comes before this one."
+                raise invalid(text, f"messages[{at}].role", "invalid_value")
+            if message.tool_call_id not in called:
                 text = "The tool message answers no call of this conversation."
                 raise invalid(text, f"messages[{at}].tool_call_id", "invalid_value")
             item["tool_call_id"] = message.tool_call_id

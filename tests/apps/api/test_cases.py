@@ -284,6 +284,15 @@ MISSHAPEN: dict[str, Any] = {
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "other", "content": "x"},
     ],
+    "tool without any call": [{"role": "user", "content": "q"}, {"role": "tool", "tool_call_id": "c1", "content": "x"}],
+    "tool before its call": [
+        {"role": "tool", "tool_call_id": "c1", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    ],
+    "tool after an answer without calls": [
+        {"role": "assistant", "content": "a", "tool_calls": []},
+        {"role": "tool", "tool_call_id": "c1", "content": "x"},
+    ],
     "call without function": [{"role": "assistant", "tool_calls": [{"id": "c1", "type": "function"}]}],
     "call arguments no text": [
         {

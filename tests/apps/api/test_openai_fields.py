@@ -202,8 +202,10 @@ INEFFECTIVE: list[tuple[str, dict[str, Any], str]] = [
         ("/v1/chat/completions", {**OFFICIAL["/v1/chat/completions"][0], **fields}, next(iter(fields)))
         for fields in (
             {"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": []},
-            {"tool_choice": "required", "tools": []}, {"parallel_tool_calls": False},
-            {"parallel_tool_calls": True, "tools": []}, {"parallel_tool_calls": True, "tool_choice": "auto"},
+            {"tool_choice": "required", "tools": []},
+            {"parallel_tool_calls": False},
+            {"parallel_tool_calls": True, "tools": []},
+            {"parallel_tool_calls": True, "tool_choice": "auto"},
         )
     ),
     ("/v1/responses", {"model": "demo", "input": "x", "tool_choice": "required"}, "tool_choice"),
@@ -272,6 +274,7 @@ async def test_a_field_that_nobody_knows_is_refused_by_name(site: Site, path: st
 LONG = "y" * 9000
 NAMED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/responses", {"input": LONG}, "input"),
+    ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
     ("/v1/responses", {"input": "x", "max_output_tokens": 5000}, "max_output_tokens"),
     ("/v1/responses",
      {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "no"}}}},
