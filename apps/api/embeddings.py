@@ -109,7 +109,7 @@ async def compute(work: Work, caller: Principal, client: str) -> tuple[list[byte
     except LimitExceeded as exc:
         raise over_limit(exc) from None
     except (Refused, StoreUnavailable) as exc:
-        raise from_refusal(exc, work.model, await wait_hint(work.model, exc)) from exc
+        raise from_refusal(exc, work.model, await wait_hint(work.model, exc), "input") from exc
 
 
 async def _window(work: Work, jobs: Sequence[Job], caller: Principal, client: str) -> list[bytes]:

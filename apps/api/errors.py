@@ -104,11 +104,14 @@ def unknown_request(request_id: str) -> ApiError:
     return ApiError(404, f"There is no request {shown!r}.", param="id", code="request_not_found")
 
 
-def from_refusal(exc: Refused | StoreUnavailable, model: str, retry_after: float) -> ApiError:
+def from_refusal(
+    exc: Refused | StoreUnavailable, model: str, retry_after: float, prompt_as: str | None = None
+) -> ApiError:
     """Translate what the core says before it accepts a request.
 
     Args:
         retry_after: seconds to suggest where the exception itself names none.
+        prompt_as: the field in which the caller gave the prompt.
     """
     if isinstance(exc, StoreUnavailable):
         return ApiError(
@@ -125,7 +128,7 @@ def from_refusal(exc: Refused | StoreUnavailable, model: str, retry_after: float
     if isinstance(exc, UnknownModel):
         return unknown_model(model)
     if isinstance(exc, TooLarge):
-        return invalid(str(exc), "messages", "context_length_exceeded")
+        return invalid(str(exc), prompt_as, "context_length_exceeded")
     return ApiError(503, str(exc), code="refused", retry_after=wait)
 
 

@@ -77,7 +77,7 @@ class Generation:
         except (Refused, StoreUnavailable) as exc:
             self._settle_lease(0)
             # Those already accepted are given up; nothing has been sent to the client.
-            error = from_refusal(exc, plan.model, await wait_hint(plan.model, exc))
+            error = from_refusal(exc, plan.model, await wait_hint(plan.model, exc), plan.prompt_as)
             await self._stack.aclose()
             raise error from exc
         except BaseException as exc:

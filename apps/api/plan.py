@@ -43,6 +43,7 @@ class Plan:
         echo: per prompt, the text to put in front.
         show_logprobs: alternatives to show, ``None`` for no log probabilities.
         asked_as: the field in which the caller says how long an answer may be.
+        prompt_as: the field in which the caller gave the prompt.
     """
 
     id: str
@@ -59,6 +60,7 @@ class Plan:
     show_logprobs: int | None = None
     tools: toolkit.ToolUse | None = None
     asked_as: str = "max_tokens"
+    prompt_as: str = "prompt"
     priority: str = "normal"
     timeout: float = 600.0
     resumable: bool = False
@@ -78,11 +80,13 @@ async def chat(
     request_id: str = "",
     continue_final: bool = False,
     asked_as: str = "",
+    prompt_as: str = "messages",
 ) -> Plan:
     """``POST /v1/chat/completions``.
 
     Args:
         asked_as: what the caller knows ``max_completion_tokens`` as, where that is another name.
+        prompt_as: what the caller knows ``messages`` as.
 
     Raises:
         ApiError: the request is wrong, or its prompt can not be prepared now.
@@ -127,6 +131,7 @@ async def chat(
         show_logprobs=logprobs,
         tools=use,
         asked_as=asked_as,
+        prompt_as=prompt_as,
         **_service(body, caller),
     )
 
@@ -219,6 +224,7 @@ async def generate(body: GenerateBody, caller: Principal, *, endpoint: str = "ge
         maker.jobs(request_id, [ids], 1, None, forward),
         len(ids),
         stream=body.stream is not False,
+        prompt_as="prompt" if body.prompt is not None else "messages",
         **_service(body, caller),
     )
 

@@ -8,6 +8,7 @@ import msgspec
 from channels.db import database_sync_to_async
 from django.db import DatabaseError
 
+from apps.accounts.principal import Principal
 from apps.api import deps, models, plan
 from apps.api.errors import ApiError, invalid
 from apps.api.http import ApiConsumer
@@ -43,16 +44,7 @@ class ResponsesConsumer(ApiConsumer):
             plan.check_obfuscation(asked.stream_options.include_obfuscation)
         fresh = messages_of(asked.input)
         self._conversation = [*await self._earlier(asked), *fresh]
-        try:
-            made = await plan.chat(
-                as_chat(asked, self._conversation),
-                self.caller,
-                endpoint="responses",
-                request_id=plan.new_id("resp").replace("-", "_"),
-                asked_as="max_output_tokens",
-            )
-        except ApiError as exc:
-            raise in_own_words(exc) from None
+        made = await planned(asked, self._conversation, self.caller)
         self._asked = asked
         echo = echo_of(asked)
         self._renderer: ResponseRenderer | None = None
@@ -123,6 +115,25 @@ async def find(response_id: str, consumer: ApiConsumer, param: str) -> models.Ke
     if kept is None or not consumer.caller.owns(kept.owner):
         raise ApiError(404, "No response of this id is kept.", param=param, code="response_not_found")
     return kept
+
+
+async def planned(asked: ResponseBody, conversation: list[dict[str, Any]], caller: Principal) -> plan.Plan:
+    """The plan of a response to ``conversation``.
+
+    Raises:
+        ApiError: as :func:`apps.api.plan.chat`, in this endpoint's words.
+    """
+    try:
+        return await plan.chat(
+            as_chat(asked, conversation),
+            caller,
+            endpoint="responses",
+            request_id=plan.new_id("resp").replace("-", "_"),
+            asked_as="max_output_tokens",
+            prompt_as="input",
+        )
+    except ApiError as exc:
+        raise in_own_words(exc) from None
 
 
 def as_chat(asked: ResponseBody, conversation: list[dict[str, Any]]) -> ChatBody:
