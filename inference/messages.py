@@ -191,6 +191,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
         capacity_tokens: longest prompt plus answer that this worker's cache can
             hold, tokens.
         slots: requests that it runs at once.
+        dimensions: of an embedding model's vectors; 0 where there are none, or nobody knows.
     """
 
     alias: str
@@ -199,6 +200,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     capacity_tokens: int
     slots: int
     kind: Literal["generate", "embed"] = "generate"
+    dimensions: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True):

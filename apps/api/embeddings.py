@@ -75,6 +75,9 @@ async def prepare(asked: EmbeddingBody, caller: Principal) -> Work:
         raise invalid(f"One request takes at most {MAX_INPUTS} texts.", "input", "invalid_value")
     if not all(texts):
         raise invalid("A text is empty.", "input", "invalid_value")
+    served = deps.gateway().models().get(asked.model)
+    if asked.dimensions is not None and served is not None and served.dimensions:
+        check_dimensions(asked.dimensions, served.dimensions)
     tokenizer = await deps.tokenizer(asked.model)
     limit = context_limit(asked.model, tokenizer)
     prepared = await prompts.in_thread(lambda: [_ids(tokenizer, text, limit) for text in texts])
@@ -169,14 +172,23 @@ def _reply(asked: EmbeddingBody, work: Work, vectors: Sequence[bytes]) -> bytes:
     return msgspec.json.encode({"object": "list", "model": work.model, "data": data, "usage": usage})
 
 
+def check_dimensions(asked: int, own: int) -> None:
+    """Refuse to shorten a vector to more components than the model's own number.
+
+    Raises:
+        ApiError: 400.
+    """
+    if asked > own:
+        raise invalid(f"The model's vectors have {own} dimensions.", "dimensions", "invalid_value")
+
+
 def shortened(vector: list[float], size: int) -> list[float]:
     """The first components, of length 1 again.
 
     Raises:
         ApiError: 400, there are not so many.
     """
-    if size > len(vector):
-        raise invalid(f"The model's vectors have {len(vector)} dimensions.", "dimensions", "invalid_value")
+    check_dimensions(size, len(vector))
     kept = vector[:size]
     length = math.sqrt(math.fsum(x * x for x in kept))
     return [x / length for x in kept] if length else kept

@@ -128,7 +128,7 @@ class EmbeddingEngine:
         self._folder, self._alias, self._device, self._config = folder, alias, device, config
         self._slots = config.max_running
         self._recipe = Recipe()
-        self._longest = 0
+        self._longest = self._dimensions = 0
         self._model: Any = None
         self._held: dict[str, Job] = {}
         self._waiting: dict[str, Job] = {}
@@ -148,7 +148,8 @@ class EmbeddingEngine:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self._load)
         self._task = asyncio.create_task(self._steps_forever(), name=f"embed {self._alias}")
-        return ModelInfo(self._alias, "embed", self._longest, self._longest, self._slots, kind="embed")
+        longest = self._longest
+        return ModelInfo(self._alias, "embed", longest, longest, self._slots, kind="embed", dimensions=self._dimensions)
 
     def submit(self, job: Job, resumed: Sequence[int] = ()) -> None:
         if self._dead or self._task is None:
@@ -271,7 +272,8 @@ class EmbeddingEngine:
         self._model.requires_grad_(False)
         wanted, longest = self._config.context_length, self._recipe.max_length or 512
         self._longest = min(wanted, longest) if wanted else longest
-        self._compute([[0] * min(8, self._longest)])
+        (packed,) = self._compute([[0] * min(8, self._longest)])
+        self._dimensions = len(base64.b64decode(packed)) // 4
 
     def _compute(self, prompts: list[list[int]]) -> list[str]:
         """One pass: the packed vectors of some texts."""

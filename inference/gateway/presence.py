@@ -93,6 +93,7 @@ class Presence:
                         capacity_tokens=min(known.capacity_tokens, info.capacity_tokens),
                         slots=known.slots + info.slots,
                         kind=info.kind,
+                        dimensions=min(known.dimensions, info.dimensions),
                     )
         return served
 

@@ -82,6 +82,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 async def test_vectors_are_the_same_alone_and_in_a_batch(rig: Rig, tmp_path: Path) -> None:
     assert isinstance(rig.engine, Engine)
     assert (rig.info.kind, rig.info.context_length, rig.info.slots) == ("embed", CONTEXT, 40)
+    assert rig.info.dimensions == len(expected(str(tmp_path), [1]))
     prompts = [[(7 * i + j) % 64 for j in range(1 + i % CONTEXT)] for i in range(40)]
     answers = await rig.run_all([job(f"j{i}", ids) for i, ids in enumerate(prompts)])
     assert rig.engine.stats().steps < len(prompts)

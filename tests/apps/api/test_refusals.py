@@ -14,10 +14,11 @@ from apps.api import deps, embeddings, plan, responses
 from apps.api.errors import ApiError
 from apps.api.generate import decode_chat, decode_completion, decode_generate
 from apps.api.generation import Generation
+from apps.api.schema.embeddings import EmbeddingBody
 from inference.config import Config
 from inference.engine.scripted_tokenizer import ScriptedTokenizer
 from inference.errors import TooLarge
-from inference.messages import Job, SamplingParams
+from inference.messages import Job, ModelInfo, SamplingParams
 
 CALLER = Principal("key:ab", None, False, frozenset({"generate", "read"}), None, "a key")
 
@@ -27,8 +28,8 @@ class Full:
 
     id, redis, config = "s", None, SimpleNamespace(redis_prefix="sluice:")
 
-    def models(self) -> dict[str, Any]:
-        return {}
+    def models(self) -> dict[str, ModelInfo]:
+        return {"vectors": ModelInfo("vectors", "embed", 256, 256, 4, kind="embed", dimensions=384)}
 
     async def retry_after(self, model: str) -> float:
         return 1.0
@@ -50,7 +51,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
         return work()
 
     monkeypatch.setattr(deps, "gateway", lambda: gateway)
-    monkeypatch.setattr(deps, "config", lambda: Config(models="demo=scripted"))
+    monkeypatch.setattr(deps, "config", lambda: Config(models="demo=scripted vectors=embed:/nowhere"))
     monkeypatch.setattr(deps, "tokenizer", tokenizer)
     monkeypatch.setattr(deps, "offload", offload)
 
@@ -85,3 +86,17 @@ async def test_a_text_that_no_worker_can_hold() -> None:
     with pytest.raises(ApiError) as refused:
         await embeddings.compute(work, CALLER, "")
     assert (refused.value.status, refused.value.param) == (400, "input")
+
+
+@pytest.mark.parametrize(("dimensions", "refused"), [(384, False), (385, True), (None, False)])
+async def test_more_dimensions_than_the_model_has_are_refused_before_anything_is_computed(
+    dimensions: int | None, refused: bool
+) -> None:
+    asked = EmbeddingBody(model="vectors", input="x", dimensions=dimensions)
+    try:
+        await embeddings.prepare(asked, CALLER)
+    except ApiError as exc:
+        assert refused
+        assert (exc.status, exc.param) == (400, "dimensions")
+    else:
+        assert not refused
