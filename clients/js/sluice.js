@@ -46,14 +46,18 @@ export class SluiceStream {
     /** Sequence number of the last event that carried one. */
     this.seq = request.after ?? 0;
     this.ended = false;
+    /** The message that asks to stop, once that was wanted. */
+    this.cancelling = null;
     this.events = [];
     this.waiting = null;
     this.iterated = false;
   }
 
-  /** Ask the server to stop; the stream still ends with its own last event. */
+  /** Ask the server to stop, on every new socket again; the stream still ends with its own last event. */
   cancel(extra = {}) {
-    if (!this.ended) this.client.send({ type: "cancel", id: this.id, ...extra });
+    if (this.ended) return;
+    this.cancelling = { type: "cancel", id: this.id, ...extra };
+    if (this.client.state === "open") this.client.transmit(this.cancelling);
   }
 
   /** What to send on a new socket. */
@@ -78,7 +82,7 @@ export class SluiceStream {
       const socket = this.client.socket;
       setTimeout(() => {
         // A new socket has taken up every stream already.
-        if (this.client.socket === socket) this.client.transmit(this.resume());
+        if (this.client.socket === socket) this.client.takeUp(this);
       }, 400);
       return;
     }
@@ -166,7 +170,7 @@ export class SluiceClient extends EventTarget {
     const stream = new SluiceStream(this, request, handlers);
     this.streams.set(stream.id, stream);
     this.connect();
-    if (this.state === "open") this.transmit(stream.resume());
+    if (this.state === "open") this.takeUp(stream);
     return stream;
   }
 
@@ -202,8 +206,13 @@ export class SluiceClient extends EventTarget {
     this.heardAt = Date.now();
     this.watchdog = setInterval(() => this.watch(), 2000);
     this.become("open");
-    for (const stream of [...this.streams.values()]) this.transmit(stream.resume());
+    for (const stream of [...this.streams.values()]) this.takeUp(stream);
     for (const message of this.outbox.splice(0)) this.transmit(message);
+  }
+
+  takeUp(stream) {
+    this.transmit(stream.resume());
+    this.transmit(stream.cancelling);
   }
 
   received(data) {

@@ -317,23 +317,21 @@ def test_signing_out_elsewhere_ends_the_stream_and_leads_to_the_login(contexts: 
     assert last_answer(again).locator(".notice").is_visible()
 
 
-def test_an_answer_that_cannot_be_watched_now_is_asked_for_again(contexts: Callable[..., Any], site: Site) -> None:
-    """Redis or the database away as the page attaches: no failure of the answer, which lives."""
-    context = contexts(site)
-    page = open_chat(context)
-    text = counted(200)
-    say(page, text)
-    wait_text(page, "beta1")
-    page.wait_for_url("**/c/**")
-    refused: list[str] = []
+class Unwatchable:
+    """A page's socket on which an answer cannot be watched, as without the database, while ``on``."""
 
-    def opened(socket: Any) -> None:
+    def __init__(self, page: Any) -> None:
+        self.on = True
+        self.refused: list[str] = []
+        page.route_web_socket("**/ws/chat", self._opened)
+
+    def _opened(self, socket: Any) -> None:
         server = socket.connect_to_server()
 
         def sent(raw: str) -> None:
             message = json.loads(raw)
-            if message["type"] == "attach" and not refused:
-                refused.append(message["id"])
+            if self.on and message["type"] in ("attach", "cancel"):
+                self.refused.append(message["type"])
                 error = {"message": "The database does not answer.", "code": "unavailable"}
                 socket.send(json.dumps({"type": "error", "id": message["id"], "error": error}))
             else:
@@ -341,15 +339,44 @@ def test_an_answer_that_cannot_be_watched_now_is_asked_for_again(contexts: Calla
 
         socket.on_message(sent)
 
-    other = context.new_page()
-    other.route_web_socket("**/ws/chat", opened)
-    other.goto(page.url)
-    other.wait_for_selector("html[data-ready]")
-    eventually(other, lambda: refused)
+
+def unwatchable(one: Any) -> tuple[Any, Unwatchable]:
+    """Another page of the conversation that ``one`` shows, where its answer cannot be watched."""
+    one.wait_for_url("**/c/**")
+    other = one.context.new_page()
+    refusing = Unwatchable(other)
+    other.goto(one.url)
     other.wait_for_function(
         "() => document.querySelector('.answer.live .waiting-text')?.textContent === 'Waiting for the server'"
     )
+    return other, refusing
+
+
+def test_an_answer_that_cannot_be_watched_now_is_asked_for_again(contexts: Callable[..., Any], site: Site) -> None:
+    """Redis or the database away as the page attaches: no failure of the answer, which lives."""
+    page = open_chat(contexts(site))
+    text = counted(200)
+    say(page, text)
+    wait_text(page, "beta1")
+    other, refusing = unwatchable(page)
     assert other.locator(".answer.failed").count() == 0
+    refusing.on = False
     wait_text(other, "epsilon4")
     wait_done(other)
     assert answer_text(other) == text
+
+
+def test_a_stop_while_the_answer_cannot_be_watched_is_not_lost(contexts: Callable[..., Any], site: Site) -> None:
+    page = open_chat(contexts(site))
+    say(page, counted(900))
+    wait_text(page, "beta1")
+    other, refusing = unwatchable(page)
+    other.click("#stop")
+    # Neither heard the first time it is said.
+    eventually(other, lambda: "cancel" in refusing.refused)
+    assert other.locator("#connection").is_hidden()
+    refusing.on = False
+    wait_done(other)
+    assert "Stopped." in last_answer(other).locator(".notice").inner_text()
+    wait_done(page)
+    site.wait_quiet(2.0)

@@ -131,3 +131,29 @@ def test_what_is_too_big_for_the_server_fails_and_is_not_sent_again(page: Any) -
     page.wait_for_function("() => window.events.includes('done')")
     assert page.evaluate("window.events") == ["error", "done"]
     assert len(sockets) <= 2
+
+
+def test_a_cancel_that_a_breaking_connection_swallows_is_said_again(contexts: Callable[..., Any], site: Site) -> None:
+    context = contexts(site)
+    heard: list[str] = []
+
+    def opened(socket: Any) -> None:
+        def sent(text: str) -> None:
+            message = json.loads(text)
+            heard.append(message["type"])
+            if message["type"] == "generate":
+                socket.send(json.dumps({"type": "accepted", "id": message["id"], "request_id": "r", "model": "m"}))
+            elif heard == ["generate", "cancel"]:
+                socket.close(code=1012)
+            elif message["type"] == "cancel":
+                socket.send(json.dumps({"type": "done", "id": message["id"], "finish_reason": "cancelled"}))
+
+        socket.on_message(sent)
+
+    context.route_web_socket("**/ws/v1/stream", opened)
+    page = open_chat(context)
+    page.evaluate(MOCKED, {"texts": ["hello"]})
+    page.wait_for_function("() => window.events.includes('accepted')")
+    page.evaluate("() => [...client.streams.values()][0].cancel()")
+    page.wait_for_function("() => window.events.includes('done')")
+    assert heard == ["generate", "cancel", "attach", "cancel"]

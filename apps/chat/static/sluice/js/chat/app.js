@@ -270,6 +270,7 @@ function follow(view) {
 function attach(entry) {
   const resume = (stream) => ({ type: "attach", id: stream.id, message: entry.answer });
   entry.stream = client.attach({ message: entry.answer, resume }, streamHandlers(entry));
+  if (entry.stopped) cancel(entry);
 }
 
 function streamHandlers(entry) {
@@ -323,8 +324,14 @@ function frame(change) {
 function stop() {
   const entry = current();
   if (!entry) return;
-  entry.stream.cancel(entry.answer ? { message: entry.answer } : {});
+  // Kept until it ends: it may be that nobody can be told just now.
+  entry.stopped = true;
+  cancel(entry);
   $("input").focus();
+}
+
+function cancel(entry) {
+  entry.stream.cancel(entry.answer ? { message: entry.answer } : {});
 }
 
 function editLast() {
@@ -367,7 +374,7 @@ client.addEventListener("refused", () => location.reload());
 client.addEventListener("message", ({ detail: message }) => {
   if (message.type === "hello" || message.type === "models") modelsKnown(message);
   else if (message.type === "changed") changedElsewhere(message);
-  else if (message.type === "error") banner(message.error.message);
+  else if (message.type === "error" && !message.id) banner(message.error.message);
 });
 
 let askAgain;
