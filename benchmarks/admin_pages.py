@@ -22,9 +22,9 @@ from typing import Any
 
 import redis.asyncio as redis_async
 
-from benchmarks.processes import ROOT, machine, python
+from benchmarks.processes import ROOT, environment, machine, manage
 from benchmarks.site import Site, site
-from benchmarks.slow_readers import Reader, p99
+from benchmarks.slow_readers import Reader, p99, request
 from inference.config import Config
 from inference.messages import Job, SamplingParams, ServerBeat, encode
 from inference.redisio import Commander, connect
@@ -46,12 +46,11 @@ print(client.cookies["sessionid"].value)
 """
 
 
-def sign_in(folder: str) -> str:
+def sign_in(settings: dict[str, str]) -> str:
     """The cookie of an operator's session."""
-    env = {**os.environ, "DATABASE_URL": f"sqlite:///{folder}/bench.sqlite3", "PYTHONPATH": f"{ROOT}:{ROOT}/platform"}
+    shell = manage("shell", "--no-imports", "-c", SIGN_IN)
     run = subprocess.run(
-        [*python("manage.py"), "shell", "--no-imports", "-c", SIGN_IN],
-        cwd=ROOT, env=env, check=True, stdout=subprocess.PIPE, text=True,
+        shell, cwd=ROOT, env=environment(settings), check=True, stdout=subprocess.PIPE, text=True
     )  # fmt: skip
     return run.stdout.split()[-1]
 
@@ -136,7 +135,7 @@ async def run(args: argparse.Namespace) -> bool:
     """The whole measurement; whether every bound holds."""
     settings = {"SLUICE_MAX_QUEUED": "100000", "SLUICE_QUEUE_TIMEOUT": "7200", "SLUICE_REQUEST_TIMEOUT": "7200"}
     with tempfile.TemporaryDirectory() as folder, site(folder, MODELS, **settings) as deployment:
-        cookie = sign_in(folder)
+        cookie = sign_in(deployment.env)
         client = redis_async.Redis.from_url(deployment.redis_url)
         for start in range(0, args.keys, 50_000):
             await client.eval(FILL, 0, start, min(args.keys, start + 50_000) - 1)
@@ -163,8 +162,6 @@ async def run(args: argparse.Namespace) -> bool:
 async def streams(deployment: Site, args: argparse.Namespace) -> list[Any]:
     loop = asyncio.get_running_loop()
     tokens = int(RATE * (args.rounds * (2 * args.seconds + 10) + 120))
-    from benchmarks.slow_readers import request
-
     data = request(deployment, "observed", tokens)
     readers = []
     for _ in range(args.streams):

@@ -31,10 +31,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from benchmarks.bench_engine import prompts_of
-from benchmarks.processes import free_port, machine, python, running
+from benchmarks.processes import free_port, machine, manage, running
 from benchmarks.report import medians, plot, show
 from benchmarks.rivals import Rival
-from benchmarks.stream import Target, measure, site
+from benchmarks.site import base
+from benchmarks.stream import Target, measure
 from inference.config import DEFAULT_MODEL, Config, ModelSpec
 from inference.models.registry import resolve
 
@@ -51,9 +52,9 @@ def sluice(args: argparse.Namespace) -> Iterator[Target]:
     settings = {"SLUICE_DTYPE": args.dtype, "SLUICE_MAX_RUNNING": "32"}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-"))
-        env, key, _ = stack.enter_context(site(f"real={args.model}", folder, pin=False, **settings))
-        pool = stack.enter_context(running(python("manage.py", "runworker", "--devices", "cpu"), env=env))
-        serve = python("manage.py", "serve", "--port", str(port))
+        env, key, _ = stack.enter_context(base(folder, f"real={args.model}", pin=False, **settings))
+        pool = stack.enter_context(running(manage("runworker", "--devices", "cpu"), env=env))
+        serve = manage("serve", "--port", str(port))
         server = stack.enter_context(running(serve, env=env, ready=f"http://127.0.0.1:{port}/readyz"))
         yield Target("sluice", port, server.pid, {"worker": pool.pid}, model="real", key=key, extra=GREEDY)
 

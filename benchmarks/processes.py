@@ -91,11 +91,15 @@ def running(
     """
     # Whoever ends the benchmark (a timeout) ends what it has started, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    full = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", **(env or {})}
     log = open(f"/tmp/sluice-bench-{os.getpid()}.log", "ab")  # noqa: SIM115
     pin = ["taskset", "-c", str(cpu)] if cpu is not None else []
     process = subprocess.Popen(
-        [*pin, *command], cwd=ROOT, env=full, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        [*pin, *command],
+        cwd=ROOT,
+        env=environment(env or {}),
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         if ready:
@@ -131,3 +135,21 @@ def _wait(url: str, process: subprocess.Popen[bytes], below: int, seconds: float
 
 def python(*args: str) -> list[str]:
     return [sys.executable, *args]
+
+
+def manage(*args: str) -> list[str]:
+    """The command line of a management command."""
+    return python("manage.py", *args)
+
+
+def environment(settings: Mapping[str, str]) -> dict[str, str]:
+    """Of a process of ours: this one's, and these settings."""
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", **settings}
+
+
+def first_key(settings: Mapping[str, str]) -> str:
+    """Make the tables of the database and an API key."""
+    env = environment(settings)
+    subprocess.run(manage("migrate", "--noinput", "-v", "0"), cwd=ROOT, env=env, check=True)
+    create = manage("apikey", "create", "bench", "--quiet")
+    return subprocess.run(create, cwd=ROOT, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()

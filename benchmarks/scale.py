@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from typing import Any
 
-from benchmarks.processes import free_port, machine, python, running
+from benchmarks.processes import free_port, machine, manage, running
 from benchmarks.report import medians, plot, show
-from benchmarks.stream import Target, late, measure, site
+from benchmarks.site import base
+from benchmarks.stream import Target, late, measure
 from inference.config import Config
 from inference.gateway import Gateway, RequestSpec
 from inference.messages import Job, SamplingParams
@@ -34,9 +35,9 @@ def running_site(rate: float, folder: str, processes: int = 1) -> Iterator[tuple
     """Our processes, and their environment."""
     port = free_port()
     with ExitStack() as stack:
-        env, key, valkey = stack.enter_context(site(MODELS.format(rate=rate), folder, pin=False, **TOGETHER))
-        workers = python("manage.py", "runworker", "--devices", "cpu", "--workers-per-device", str(processes))
-        serve = python("manage.py", "serve", "--port", str(port), "--processes", str(processes))
+        env, key, valkey = stack.enter_context(base(folder, MODELS.format(rate=rate), pin=False, **TOGETHER))
+        workers = manage("runworker", "--devices", "cpu", "--workers-per-device", str(processes))
+        serve = manage("serve", "--port", str(port), "--processes", str(processes))
         pool = stack.enter_context(running(workers, env=env))
         server = stack.enter_context(running(serve, env=env, ready=f"http://127.0.0.1:{port}/readyz"))
         others = {"worker": pool.pid, "redis": valkey}

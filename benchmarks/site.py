@@ -1,10 +1,9 @@
-"""A whole deployment for a benchmark: Valkey, one pool, one server; the server on a processor of its own."""
+"""What a benchmark of ours runs on: Valkey and a migrated database, or a whole deployment on them."""
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,19 +12,42 @@ from typing import Any
 
 import redis
 
-from benchmarks.processes import ROOT, cpu_seconds, family, free_port, python, resident_mib, running
+from benchmarks.processes import cpu_seconds, family, first_key, free_port, manage, resident_mib, running
 from inference.embedded import EmbeddedValkey
+
+
+@contextmanager
+def base(folder: str, models: str, *, pin: bool = True, **settings: str) -> Iterator[tuple[dict[str, str], str, int]]:
+    """The settings of our processes, an API key, and Valkey's process id (on the second processor with ``pin``)."""
+    with EmbeddedValkey() as valkey:
+        assert valkey.pid is not None
+        if pin:
+            os.sched_setaffinity(valkey.pid, {1})
+        env = {
+            "REDIS_URL": valkey.url,
+            "DATABASE_URL": f"sqlite:///{folder}/bench-{valkey.pid}.sqlite3",
+            "SLUICE_MODELS": models,
+            "SLUICE_MAX_RUNNING": "4096",
+            "SLUICE_MAX_QUEUED": "4096",
+            "SLUICE_LOG_LEVEL": "WARNING",
+            **settings,
+        }
+        yield env, first_key(env), valkey.pid
 
 
 @dataclass
 class Site:
-    """The deployment, seen from outside."""
+    """A deployment, seen from outside; ``env`` are its settings."""
 
     port: int
     key: str
     server: int
     valkey: int
-    redis_url: str
+    env: dict[str, str]
+
+    @property
+    def redis_url(self) -> str:
+        return self.env["REDIS_URL"]
 
     def rss(self) -> float:
         """Resident memory of the server, MiB."""
@@ -45,29 +67,17 @@ class Site:
 
 @contextmanager
 def site(folder: str, models: str, **settings: str) -> Iterator[Site]:
-    """Everything up and ready; taken down when the block is left."""
+    """Valkey, one pool, one server, up and ready; the server has a processor of its own."""
+    wanted = {
+        "SLUICE_MAX_RUNNING": "1024",
+        "SLUICE_METRICS_ACCESS": "public",
+        "SLUICE_LOG_LEVEL": "ERROR",
+        **settings,
+    }
     port = free_port()
     with ExitStack() as stack:
-        valkey = stack.enter_context(EmbeddedValkey())
-        os.sched_setaffinity(valkey.pid, {1})
-        env = {
-            "REDIS_URL": valkey.url,
-            "DATABASE_URL": f"sqlite:///{folder}/bench.sqlite3",
-            "SLUICE_MODELS": models,
-            "SLUICE_MAX_RUNNING": "1024",
-            "SLUICE_MAX_QUEUED": "4096",
-            "SLUICE_METRICS_ACCESS": "public",
-            "SLUICE_LOG_LEVEL": "ERROR",
-            **settings,
-        }
-        run = {**os.environ, **env, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}"}
-        manage = python("manage.py")
-        subprocess.run([*manage, "migrate", "--noinput", "-v", "0"], cwd=ROOT, env=run, check=True)
-        made = subprocess.run(
-            [*manage, "apikey", "create", "bench", "--quiet"],
-            cwd=ROOT, env=run, check=True, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        stack.enter_context(running([*manage, "runworker", "--devices", "cpu"], env=env, cpu=1))
+        env, key, valkey = stack.enter_context(base(folder, models, **wanted))
+        stack.enter_context(running(manage("runworker", "--devices", "cpu"), env=env, cpu=1))
         ready = f"http://127.0.0.1:{port}/readyz"
-        server = stack.enter_context(running([*manage, "serve", "--port", str(port)], env=env, cpu=0, ready=ready))
-        yield Site(port, made.stdout.strip(), server.pid, valkey.pid, valkey.url)
+        server = stack.enter_context(running(manage("serve", "--port", str(port)), env=env, cpu=0, ready=ready))
+        yield Site(port, key, server.pid, valkey, env)

@@ -10,13 +10,11 @@ of all its processes over some idle seconds. Once with the scripted engine, once
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import tempfile
 import time
 from typing import Any
 
-from benchmarks.processes import ROOT, cpu_seconds, family, free_port, machine, python, resident_mib, running
+from benchmarks.processes import cpu_seconds, family, first_key, free_port, machine, manage, resident_mib, running
 from benchmarks.report import medians, show
 from benchmarks.stream import Target, measure
 from inference.config import DEFAULT_MODEL, Config, ModelSpec
@@ -31,16 +29,12 @@ def once(models: str, alias: str, seconds: float) -> dict[str, Any]:
     """One start, one answer, one idle time."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
-        env = {"SLUICE_VAR_DIR": folder, "SLUICE_MODELS": models, "SLUICE_LOG_LEVEL": "WARNING"}
-        env |= {"SLUICE_DEBUG": "0"}
-        run = {**os.environ, **env, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}"}
-        subprocess.run(python("manage.py", "migrate", "--noinput", "-v", "0"), cwd=ROOT, env=run, check=True)
-        make = python("manage.py", "apikey", "create", "bench")
-        made = subprocess.run(make, cwd=ROOT, env=run, check=True, capture_output=True, text=True)
-        key = next(word for word in made.stdout.split() if word.startswith("sk-"))
+        env = {
+            "SLUICE_VAR_DIR": folder, "SLUICE_MODELS": models, "SLUICE_LOG_LEVEL": "WARNING", "SLUICE_DEBUG": "0",
+        }  # fmt: skip
+        key = first_key(env)
         began = time.perf_counter()
-        up = python("manage.py", "up", "--port", str(port))
-        with running(up, env=env, ready=f"http://127.0.0.1:{port}/readyz") as process:
+        with running(manage("up", "--port", str(port)), env=env, ready=f"http://127.0.0.1:{port}/readyz") as process:
             ready = time.perf_counter() - began
             target = Target("sluice", port, process.pid, model=alias, key=key)
             answer = measure(target, 1, 8, 0.0, "--timed", "--mix", "plain")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -23,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.peers import WORD
-from benchmarks.processes import ROOT, cpu_seconds, family, free_port, machine, python, resident_mib, running
+from benchmarks.processes import ROOT, cpu_seconds, family, free_port, machine, manage, python, resident_mib, running
 from benchmarks.report import medians, plot, show
-from inference.embedded import EmbeddedValkey
+from benchmarks.site import base
 
 SAID = "pace "
 """What paced streams of ours repeat: a token is a byte of it, and every token can be seen on its way."""
@@ -71,39 +70,16 @@ OURS = {
 
 
 @contextmanager
-def site(models: str, folder: str, *, pin: bool = True, **settings: str) -> Iterator[tuple[dict[str, str], str, int]]:
-    """Valkey and a migrated database: the environment of our processes, an API key, and Valkey's process id."""
-    with EmbeddedValkey() as valkey:
-        if pin:
-            os.sched_setaffinity(valkey.pid, {1})
-        env = {
-            "REDIS_URL": valkey.url,
-            "DATABASE_URL": f"sqlite:///{folder}/bench-{valkey.pid}.sqlite3",
-            "SLUICE_MODELS": models,
-            "SLUICE_MAX_RUNNING": "4096",
-            "SLUICE_MAX_QUEUED": "4096",
-            "SLUICE_LOG_LEVEL": "WARNING",
-            **settings,
-        }
-        run = {**os.environ, **env, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}"}
-        subprocess.run(python("manage.py", "migrate", "--noinput", "-v", "0"), cwd=ROOT, env=run, check=True)
-        make = python("manage.py", "apikey", "create", "bench")
-        made = subprocess.run(make, cwd=ROOT, env=run, check=True, capture_output=True, text=True)
-        assert valkey.pid is not None
-        yield env, next(word for word in made.stdout.split() if word.startswith("sk-")), valkey.pid
-
-
-@contextmanager
 def sluice(rate: float, folder: str, name: str = "sluice") -> Iterator[Target]:
     """Our server, pool and Valkey, with the scripted engine at ``rate`` tokens per second."""
     port = free_port()
     serve = {
-        "serve": python("manage.py", "serve", "--port", str(port)),
+        "serve": manage("serve", "--port", str(port)),
         "uvicorn": python("-m", "uvicorn", "sluice.asgi:application", "--port", str(port), "--log-level", "error"),
     }[OURS[name]]
     with ExitStack() as stack:
-        env, key, valkey = stack.enter_context(site(f"m=scripted:rate={rate:g},slots=1024,context=8192,say=1", folder))
-        pool = stack.enter_context(running(python("manage.py", "runworker", "--devices", "cpu"), env=env, cpu=1))
+        env, key, valkey = stack.enter_context(base(folder, f"m=scripted:rate={rate:g},slots=1024,context=8192,say=1"))
+        pool = stack.enter_context(running(manage("runworker", "--devices", "cpu"), env=env, cpu=1))
         server = stack.enter_context(running(serve, env=env, cpu=0, ready=f"http://127.0.0.1:{port}/readyz"))
         others = {"worker": pool.pid, "redis": valkey}
         yield Target(name, port, server.pid, others, key=key, extra='{"ignore_eos": true}', ws="WebSocket" in name)

@@ -27,6 +27,7 @@ import httpx
 from redis.exceptions import RedisError
 
 from benchmarks.processes import family, machine
+from benchmarks.report import table
 from inference.config import Config
 from inference.embedded import find_binary
 from inference.errors import StoreUnavailable
@@ -37,7 +38,7 @@ from proofs import network
 from proofs.haproxy import HAProxy, version
 from proofs.load import VERDICTS, Answer, Load
 from proofs.network import Network, Unavailable
-from proofs.rollout import started, table
+from proofs.rollout import started
 from tests.faults.harness import Process, database
 from tests.support import eventually
 

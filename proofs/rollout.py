@@ -20,11 +20,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from benchmarks.processes import machine
+from benchmarks.report import table
 from inference.messages import decode_ending
 from inference.store import audit
 from proofs.haproxy import HAProxy, version
@@ -242,11 +242,6 @@ async def afterwards(rig: Rig, load: Load, folder: Path) -> list[tuple[str, obje
         ("records left, findings of the audit", f"{report.records}, {len(report.findings)}",
          report.clean and not report.records),
     ]  # fmt: skip
-
-
-def table(head: list[str], rows: list[list[Any]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
 
 
 def report(rounds: list[Round], load: Load, checks: list[tuple[str, object, bool]]) -> bool:
