@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import unicodedata
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -13,6 +13,7 @@ from asgiref.sync import async_to_sync
 from django.contrib.auth.decorators import login_required
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import render
+from django.utils.http import content_disposition_header
 from django.views.decorators.csrf import ensure_csrf_cookie
 from django.views.decorators.http import require_http_methods, require_safe
 
@@ -132,7 +133,6 @@ def _stop_all(found: Conversation) -> None:
 def export(request: HttpRequest, conversation_id: Any, kind: str) -> HttpResponse:
     """The conversation as a file: ``md`` (the shown branch) or ``json`` (everything)."""
     found = services.get_conversation(request.user, conversation_id)
-    name = re.sub(r"[^A-Za-z0-9]+", "-", found.title).strip("-").lower()[:60] or "chat"
     if kind == "json":
         text, mime = json.dumps(export_json(found), ensure_ascii=False, indent=2) + "\n", "application/json"
     elif kind == "md":
@@ -140,8 +140,18 @@ def export(request: HttpRequest, conversation_id: Any, kind: str) -> HttpRespons
     else:
         raise Missing("export format")
     response = HttpResponse(text, content_type=f"{mime}; charset=utf-8")
-    response.headers["Content-Disposition"] = f'attachment; filename="{name}.{kind}"'
+    response.headers["Content-Disposition"] = content_disposition_header(True, f"{_file_name(found.title)}.{kind}")
     return response
+
+
+def _file_name(title: str) -> str:
+    """The words of a title, in whatever script."""
+    kept = []
+    for character in unicodedata.normalize("NFC", title.lower()):
+        category = unicodedata.category(character)
+        if category != "Cf":  # marks of direction and the like, within words
+            kept.append(character if category[0] in "LMN" else " ")
+    return "-".join("".join(kept).split())[:60].strip("-") or "chat"
 
 
 def _presets(user: Any) -> list[dict[str, Any]]:

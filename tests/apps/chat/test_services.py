@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from django.contrib.auth import get_user_model
@@ -241,8 +242,37 @@ def test_export_says_what_was_cut(user: Any) -> None:
     client.force_login(user)
     response = client.get(f"/chat/conversations/{turn.conversation.id}/export.md")
     assert "cut off" in response.content.decode() and "Stöne <b>" in response.content.decode()
-    assert response["Content-Disposition"] == 'attachment; filename="st-ne-b.md"'
     assert client.get(f"/chat/conversations/{turn.conversation.id}/export.exe").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        ("What is 2/3?", "what-is-2-3"),
+        ("Stöne <b>", "stöne-b"),
+        ("Сколько стоит чай", "сколько-стоит-чай"),
+        ("今日の天気は？", "今日の天気は"),
+        ("नमस्ते दुनिया", "नमस्ते-दुनिया"),
+        ("مرحبا \u202e txt.exe", "مرحبا-txt-exe"),
+        ("../../etc/passwd", "etc-passwd"),
+        ('"; filename=x\\', "filename-x"),
+        ("🚀", "chat"),
+        ("x" * 120, "x" * 60),
+        ("𠮷" * 120, "𠮷" * 60),
+    ],
+)
+def test_an_export_is_named_after_its_title_in_any_script(user: Any, title: str, name: str) -> None:
+    turn = start(user, text="x")
+    services.update_conversation(user, turn.conversation.id, {"title": title})
+    client = Client()
+    client.force_login(user)
+    for kind in ("md", "json"):
+        response = client.get(f"/chat/conversations/{turn.conversation.id}/export.{kind}")
+        disposition, file = response["Content-Disposition"].split("; ")
+        assert disposition == "attachment"
+        expected = f'filename="{name}.{kind}"' if name.isascii() else f"filename*=utf-8''{quote(f'{name}.{kind}')}"
+        assert file == expected
+        assert len(f"{name}.{kind}".encode()) < 255
 
 
 def test_presets_are_bounded_and_ones_own(user: Any, eve: Any) -> None:
