@@ -65,6 +65,8 @@ class Job(msgspec.Struct, frozen=True):
 
     ``prompt_text`` is set only for models whose engine takes text instead of
     token ids (an OpenAI-compatible upstream): the JSON body to send on.
+    ``continues`` says that the answer's text goes on where the prompt's ends, so that a
+    space at its very start is part of it also with SentencePiece vocabularies.
     """
 
     id: str
@@ -73,6 +75,7 @@ class Job(msgspec.Struct, frozen=True):
     params: SamplingParams
     prompt_text: str | None = None
     trace: str | None = None
+    continues: bool = False
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

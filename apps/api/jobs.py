@@ -44,11 +44,14 @@ class Maker:
         count: int,
         logprobs: int | None,
         forward: list[str] | None,
+        *,
+        continues: bool,
     ) -> list[Job]:
         """The jobs of ``count`` answers to each prompt.
 
         Args:
             forward: per prompt, what an upstream server is sent.
+            continues: the answer is the rest of the prompt's text, not a text of its own.
 
         Raises:
             ApiError: prompt and answer together do not fit.
@@ -62,7 +65,7 @@ class Maker:
                 params = msgspec.structs.replace(params, logprobs=logprobs)
             job_id = request_id if single else f"{request_id}-{number}"
             text = forward[number // count] if forward is not None else None
-            out.append(Job(job_id, self.model, prompt, params, prompt_text=text))
+            out.append(Job(job_id, self.model, prompt, params, prompt_text=text, continues=continues))
         return out
 
     def _room(self, prompt: int) -> int:

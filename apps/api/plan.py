@@ -113,7 +113,7 @@ async def chat(
         lambda: prompts.chat_ids(maker.tokenizer, messages, use, maker.prompt_limit, kwargs, continue_final)
     )
     request_id = request_id or new_id("chatcmpl")
-    jobs = maker.jobs(request_id, [ids], body.n or 1, logprobs, forward)
+    jobs = maker.jobs(request_id, [ids], body.n or 1, logprobs, forward, continues=continue_final)
     _check_resumable(body, jobs)
     if body.resumable and use is not None:
         raise invalid("A resumable request goes without tools.", "resumable", "invalid_value")
@@ -166,7 +166,7 @@ async def completion(body: CompletionBody, caller: Principal) -> Plan:
     request_id = new_id("cmpl")
     shown = body.logprobs
     ranked = (shown or 0) if count > keep else shown
-    jobs = maker.jobs(request_id, prepared, count, ranked, forward)
+    jobs = maker.jobs(request_id, prepared, count, ranked, forward, continues=True)
     _check_resumable(body, jobs)
     echo: list[str] = []
     if body.echo:
@@ -221,7 +221,7 @@ async def generate(body: GenerateBody, caller: Principal, *, endpoint: str = "ge
         model,
         endpoint,
         maker.tokenizer,
-        maker.jobs(request_id, [ids], 1, None, forward),
+        maker.jobs(request_id, [ids], 1, None, forward, continues=body.prompt is not None),
         len(ids),
         stream=body.stream is not False,
         prompt_as="prompt" if body.prompt is not None else "messages",

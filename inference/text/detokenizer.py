@@ -14,7 +14,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 
-from inference.text.protocol import TokenBytes
+from inference.text.protocol import LeadingSpace, TokenBytes
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
@@ -24,14 +24,17 @@ class Detokenizer:
 
     Invariant: what all calls of :meth:`push` and one final :meth:`flush` return,
     joined, equals :func:`decode_all` of all ids, however they were split.
+
+    Args:
+        continues: the text goes on after another one, so that a space at its start is kept.
     """
 
     __slots__ = ("_bytes_of", "_decoder", "_strip")
 
-    def __init__(self, tokenizer: TokenBytes) -> None:
+    def __init__(self, tokenizer: TokenBytes, *, continues: bool = False) -> None:
         self._bytes_of = tokenizer.visible_bytes
         self._decoder = _utf8("replace")
-        self._strip = tokenizer.leading_space
+        self._strip: LeadingSpace = "keep" if continues else tokenizer.leading_space
 
     def push(self, ids: Iterable[int]) -> str:
         """Take more ids; return the text that has become certain, possibly none."""

@@ -42,6 +42,7 @@ class TextStream:
 
     Args:
         tokenizer: ``None`` for engines that give text themselves; ids are then only counted.
+        continues: see :class:`inference.text.detokenizer.Detokenizer`.
     """
 
     __slots__ = ("_backlog", "_count", "_detokenizer", "_matcher", "_min_tokens", "_stopped")
@@ -54,8 +55,9 @@ class TextStream:
         min_tokens: int = 0,
         ids: Sequence[int] = (),
         text: str = "",
+        continues: bool = False,
     ) -> None:
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, continues=continues)
         self._matcher = StopMatcher(stops) if any(stops) else None
         self._min_tokens = min_tokens
         self._count = 0

@@ -39,6 +39,7 @@ class Sequence:
             min_tokens=job.params.min_tokens,
             ids=self.resumed,
             text="".join(f.text for f in frames),
+            continues=job.continues,
         )
 
     @property

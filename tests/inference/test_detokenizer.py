@@ -116,6 +116,16 @@ def test_only_the_first_space_of_a_sentencepiece_text_is_left_out() -> None:
     assert "".join(pieces_of(tokenizer, [[token] for token in ids])) == "the cat  sat"
 
 
+@pytest.mark.parametrize("name", VOCABULARIES)
+@given(prompt=st.text(st.sampled_from("the catsn🙂 "), min_size=1).filter(str.strip), ids=st.lists(st.integers(0, 700)))
+def test_a_text_that_goes_on_after_another_keeps_its_first_space(name: str, prompt: str, ids: list[int]) -> None:
+    """The rest of a prompt was shown as a text of its own: "the cat" went on with "sat"."""
+    tokenizer = small_tokenizer(name)
+    before = tokenizer.encode(prompt, trusted=False)
+    rest = Detokenizer(tokenizer, continues=True)
+    assert prompt + rest.push(ids) + rest.flush() == decode_all(tokenizer, [*before, *ids])
+
+
 def test_special_and_unknown_ids_add_nothing() -> None:
     tokenizer = small_tokenizer("bytelevel")
     detokenizer = Detokenizer(tokenizer)
