@@ -7,6 +7,7 @@ is shown.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -30,8 +31,10 @@ class ConversationQuerySet(models.QuerySet["Conversation"]):
         """Title or any message contains every word of ``query``, whatever the case."""
         found = self
         for word in query.split()[:8]:
-            inside = Message.objects.filter(conversation=models.OuterRef("pk"), text__icontains=word)
-            found = found.filter(Q(title__icontains=word) | models.Exists(inside))
+            # SQLite's LIKE knows the case of Latin letters without accents only.
+            lookup, value = ("icontains", word) if word.isascii() else ("iregex", re.escape(word))
+            inside = Message.objects.filter(conversation=models.OuterRef("pk"), **{f"text__{lookup}": value})
+            found = found.filter(Q(**{f"title__{lookup}": value}) | models.Exists(inside))
         return found
 
     def listed(self) -> ConversationQuerySet:

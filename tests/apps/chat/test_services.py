@@ -275,6 +275,41 @@ def test_an_export_is_named_after_its_title_in_any_script(user: Any, title: str,
         assert len(f"{name}.{kind}".encode()) < 255
 
 
+@pytest.mark.parametrize(
+    ("query", "finds"),
+    [
+        ("%", "100% sure"),
+        ("_", "snake_case"),
+        ("'", 'It\'s "quoted"'),
+        ('"quoted"', 'It\'s "quoted"'),
+        ("\\", "back\\slash"),
+        ("🚀", "🚀 (go)"),
+        ("🚀 (GO)", "🚀 (go)"),
+        ("änderung", "ÄNDERUNG und СКОЛЬКО"),
+        ("сколько Und", "ÄNDERUNG und СКОЛЬКО"),
+        ("مرحبا", "مرحبا بالعالم"),
+        ("sna\x00ke", "snake_case"),
+        ("(ä", None),
+        ("x" * 1000, None),
+        ("ß" * 1000, None),
+        ("[", None),
+    ],
+)
+def test_odd_text_is_searched_as_it_is_written(user: Any, query: str, finds: str | None) -> None:
+    titles = [
+        *("100% sure", "snake_case", 'It\'s "quoted"', "back\\slash", "🚀 (go)"),
+        *("ÄNDERUNG und СКОЛЬКО", "مرحبا بالعالم", "plain words"),
+    ]
+    for title in titles:
+        turn = start(user, text="x")
+        services.update_conversation(user, turn.conversation.id, {"title": title})
+    client = Client()
+    client.force_login(user)
+    response = client.get("/chat/conversations", {"q": query})
+    assert response.status_code == 200
+    assert [row["title"] for row in response.json()["conversations"]] == ([finds] if finds else [])
+
+
 def test_presets_are_bounded_and_ones_own(user: Any, eve: Any) -> None:
     preset = services.save_preset(user, " Brief ", {"system": "Be brief."})
     services.save_preset(user, "Brief", {"temperature": 0})
