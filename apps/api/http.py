@@ -60,10 +60,13 @@ class ApiConsumer(StreamingHttpConsumer):
         return exc.status, exc.payload(), headers
 
     async def on_stream_error(self, exc: BaseException | None) -> None:
-        if isinstance(exc, ApiError):
-            await self.send_sse_bytes(self.error_events(exc))
-        else:
-            await super().on_stream_error(exc)
+        if not self.is_sse:
+            return
+        if exc is None:
+            exc = ApiError(503, "The server is shutting down.", code="shutting_down")
+        elif not isinstance(exc, ApiError):
+            exc = ApiError(500, "The server failed to complete the answer.", code="internal_error")
+        await self.send_sse_bytes(self.error_events(exc))
 
     async def serve(self, plan: Plan, make: Callable[[Generation], Renderer]) -> None:
         """Generate and answer, as a stream or whole, whichever the plan says."""

@@ -47,7 +47,9 @@ class ResponseRenderer:
     def failed(self, error: ApiError) -> bytes:
         """The last event of an answer that could not be completed."""
         response = self._response("failed")
-        response["error"] = {"code": error.code or "server_error", "message": error.message}
+        # OpenAI lists the codes that this event may have. None of them is for what a client or its deadline has ended.
+        code = "server_error" if error.status >= 500 else error.code
+        response["error"] = {"code": code, "message": error.message}
         return self._event("response.failed", response=response)
 
     def _take(self, delta: Delta) -> bytes:

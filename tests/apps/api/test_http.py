@@ -7,6 +7,7 @@ import gzip
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.apps.api import live
@@ -477,3 +478,31 @@ async def test_looking_at_a_stream_does_not_take_it_from_its_reader(site: Site) 
             assert (await stranger.head(path)).status_code == 404
         raw = (await reply.aread()).decode()
     assert events(raw)[-1] == "[DONE]"
+
+
+async def test_the_end_of_a_server_ends_each_stream_in_the_words_of_its_endpoint(site: Site) -> None:
+    """A response used to end with the bare error of the other endpoints, which its clients know no event for."""
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+        "/v1/responses": {"input": "x"},
+    }
+    last: dict[str, Any] = {}
+
+    async def read(client: httpx.AsyncClient, path: str, begun: asyncio.Event) -> None:
+        body = {"model": "slow", "stream": True, "ignore_eos": True, **asked[path]}
+        async with client.stream("POST", path, json=body) as reply:
+            async for line in reply.aiter_lines():
+                if line.startswith("data: "):
+                    last[path] = json.loads(line[6:])
+                    begun.set()
+
+    with live.another_server(site, SLUICE_DRAIN_DEADLINE="0") as (url, server):
+        async with live.at(site, url).client() as client, asyncio.TaskGroup() as group:
+            for path in asked:
+                begun = asyncio.Event()
+                group.create_task(read(client, path, begun))
+                await asyncio.wait_for(begun.wait(), 30)
+            server.terminate()
+    assert last["/v1/chat/completions"]["error"]["code"] == "shutting_down"
+    assert last["/v1/responses"]["type"] == "response.failed"
+    assert last["/v1/responses"]["response"]["error"]["code"] == "server_error"
