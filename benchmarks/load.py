@@ -119,29 +119,40 @@ def prompt(args: argparse.Namespace, number: int) -> str:
     return ask
 
 
-def http_request(args: argparse.Namespace, number: int) -> bytes:
-    body = {"model": args.model, "messages": [{"role": "user", "content": prompt(args, number)}], "stream": True,
-            "max_tokens": args.tokens, **json.loads(args.extra)}  # fmt: skip
+def post(port: int, key: str, body: dict[str, Any], path: str = "/v1/chat/completions") -> bytes:
+    """A request on a connection of its own, as bytes."""
     payload = json.dumps(body).encode()
     head = (
-        f"POST {args.path} HTTP/1.1\r\nHost: 127.0.0.1:{args.port}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(payload)}\r\nConnection: close\r\nAuthorization: Bearer {args.key}\r\n\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(payload)}\r\nConnection: close\r\nAuthorization: Bearer {key}\r\n\r\n"
     ).encode()
     return head + payload
 
 
-def socket_request(args: argparse.Namespace) -> tuple[bytes, bytes]:
-    """The handshake of a WebSocket, and one ``generate`` as a masked text frame (with a mask of zeros)."""
-    greeting = (
-        f"GET /ws/v1/stream HTTP/1.1\r\nHost: 127.0.0.1:{args.port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+def handshake(port: int, key: str) -> bytes:
+    """What a WebSocket begins with."""
+    return (
+        f"GET /ws/v1/stream HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
-        f"Sec-WebSocket-Protocol: sluice.v1\r\nAuthorization: Bearer {args.key}\r\n\r\n"
+        f"Sec-WebSocket-Protocol: sluice.v1\r\nAuthorization: Bearer {key}\r\n\r\n"
     ).encode()
-    body = {"type": "generate", "id": "1", "model": args.model, "prompt": args.ask, "max_tokens": args.tokens,
-            **json.loads(args.extra)}  # fmt: skip
-    payload = json.dumps(body).encode()
+
+
+def text_frame(message: dict[str, Any]) -> bytes:
+    """A message on a WebSocket, of less than 64 KiB (with a mask of zeros)."""
+    payload = json.dumps(message).encode()
     length = bytes([0x80 | len(payload)]) if len(payload) < 126 else b"\xfe" + len(payload).to_bytes(2, "big")
-    return greeting, b"\x81" + length + bytes(4) + payload
+    return b"\x81" + length + bytes(4) + payload
+
+
+def requests(args: argparse.Namespace, number: int) -> tuple[bytes, bytes]:
+    """What one stream sends: the handshake of a WebSocket or nothing, and its request."""
+    common = {"model": args.model, "max_tokens": args.tokens, **json.loads(args.extra)}
+    if args.ws:
+        ask = {"type": "generate", "id": "1", "prompt": args.ask, **common}
+        return handshake(args.port, args.key), text_frame(ask)
+    chat = {"messages": [{"role": "user", "content": prompt(args, number)}], "stream": True, **common}
+    return b"", post(args.port, args.key, chat, args.path)
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -150,7 +161,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     timed = args.interval > 0 or args.timed
     began = time.perf_counter()
     for number in range(args.streams):
-        greeting, request = socket_request(args) if args.ws else (b"", http_request(args, number))
+        greeting, request = requests(args, number)
         _, reader = await loop.create_connection(
             lambda request=request, greeting=greeting: Reader(request, timed, args.timed, greeting, args.width),
             "127.0.0.1",

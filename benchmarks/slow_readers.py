@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import socket
 import statistics
@@ -23,6 +22,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.load import handshake, post, text_frame
 from benchmarks.processes import machine
 from benchmarks.site import Site, site
 
@@ -42,15 +42,9 @@ RECEIVE_BUFFER = 4096
 
 def request(site: Site, model: str, tokens: int, content: str = "hi") -> bytes:
     """A chat request with a stream, as bytes."""
-    body = json.dumps(
-        {"model": model, "messages": [{"role": "user", "content": content}], "stream": True, "max_tokens": tokens,
-         "ignore_eos": True}
-    ).encode()  # fmt: skip
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\nAuthorization: Bearer {site.key}\r\n\r\n"
-    )
-    return head.encode() + body
+    body = {"model": model, "messages": [{"role": "user", "content": content}], "stream": True, "max_tokens": tokens,
+            "ignore_eos": True}  # fmt: skip
+    return post(site.port, site.key, body)
 
 
 class Reader(asyncio.Protocol):
@@ -115,18 +109,12 @@ def never_reads(site: Site, kind: str, tokens: int) -> socket.socket:
     if kind == "sse":
         sock.sendall(request(site, "long", tokens))
         return sock
-    sock.sendall(
-        b"GET /ws/v1/stream HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-        b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
-        b"Sec-WebSocket-Protocol: sluice.v1\r\nAuthorization: Bearer %s\r\n\r\n" % site.key.encode()
-    )
+    sock.sendall(handshake(site.port, site.key))
     head = b""
     while b"\r\n\r\n" not in head:
         head += sock.recv(1)
-    text = json.dumps({"type": "generate", "id": "a", "model": "long", "prompt": "hi", "max_tokens": tokens,
-                       "ignore_eos": True}).encode()  # fmt: skip
-    size = bytes([0x80 | len(text)]) if len(text) < 126 else bytes([0x80 | 126]) + len(text).to_bytes(2, "big")
-    sock.sendall(b"\x81" + size + bytes(4) + text)
+    ask = {"type": "generate", "id": "a", "model": "long", "prompt": "hi", "max_tokens": tokens, "ignore_eos": True}
+    sock.sendall(text_frame(ask))
     return sock
 
 
