@@ -32,12 +32,12 @@ import torch
 
 from benchmarks.receiver import Receiver
 from benchmarks.rivals import Rival
-from inference.config import DEFAULT_MODEL, Config, ModelSpec
+from inference.config import Config, ModelSpec
 from inference.embedded import EmbeddedValkey
 from inference.engine.factory import make_tokenizer
 from inference.engine.transformers import TransformersEngine
 from inference.messages import Job, SamplingParams
-from inference.models.registry import resolve
+from inference.models.registry import resolve_default
 from inference.store.records import Submission
 from inference.worker.heartbeat import Served
 from inference.worker.worker import Worker
@@ -212,7 +212,7 @@ def main() -> None:
     if options.quick:
         options.length, options.rounds = 24, 1
     if options.model is None:
-        options.model = resolve(ModelSpec(DEFAULT_MODEL, "transformers", "default"), Config.from_env())
+        options.model = resolve_default()
     report = asyncio.run(measure(options))
     show(report)
     if options.json:

@@ -36,8 +36,8 @@ from benchmarks.report import medians, plot, show
 from benchmarks.rivals import Rival
 from benchmarks.site import base
 from benchmarks.stream import Target, measure
-from inference.config import DEFAULT_MODEL, Config, ModelSpec
-from inference.models.registry import resolve
+from inference.config import DEFAULT_MODEL, Config
+from inference.models.registry import resolve_default
 
 OTHERS = os.environ.get("SLUICE_UPSTREAM_PYTHON", sys.executable)
 GGUF = os.environ.get("SLUICE_UPSTREAM_GGUF", "")
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round of few short answers")
     args = parser.parse_args()
     if args.model is None:
-        args.model = resolve(ModelSpec(DEFAULT_MODEL, "transformers", "default"), Config.from_env())
+        args.model = resolve_default()
     if args.quick:
         args.rounds, args.streams, args.tokens = 1, [1, 4], 16
     print(machine())

@@ -17,9 +17,9 @@ from typing import Any
 from benchmarks.processes import cpu_seconds, family, first_key, free_port, machine, manage, resident_mib, running
 from benchmarks.report import medians, show
 from benchmarks.stream import Target, measure
-from inference.config import DEFAULT_MODEL, Config, ModelSpec
+from inference.config import DEFAULT_MODEL
 from inference.errors import ModelUnavailable
-from inference.models.registry import resolve
+from inference.models.registry import resolve_default
 
 SETTLE = 5.0
 """Seconds after the first answer before the idle time begins."""
@@ -64,7 +64,7 @@ def main() -> None:
     print(machine())
     kinds = {"scripted": ("m=scripted:default", "m")}
     try:
-        folder = args.model or resolve(ModelSpec(DEFAULT_MODEL, "transformers", "default"), Config.from_env())
+        folder = args.model or resolve_default()
         kinds[DEFAULT_MODEL] = (f"real={folder}", "real")
     except ModelUnavailable as exc:
         print(f"without the default model: {exc}")

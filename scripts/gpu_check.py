@@ -258,12 +258,11 @@ def run(check: Check, names: list[str]) -> int:
 
 
 def _default_model() -> str | None:
-    from inference.config import DEFAULT_MODEL, Config, ModelSpec
     from inference.errors import SluiceError
-    from inference.models.registry import resolve
+    from inference.models.registry import resolve_default
 
     try:
-        return resolve(ModelSpec(DEFAULT_MODEL, "transformers", "default"), Config.from_env())
+        return resolve_default()
     except SluiceError:
         return None
 

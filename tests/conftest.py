@@ -26,10 +26,10 @@ import django  # noqa: E402
 import redis as redis_sync  # noqa: E402
 import redis.asyncio as redis_async  # noqa: E402
 
-from inference.config import DEFAULT_MODEL, Config, ModelSpec  # noqa: E402
+from inference.config import Config  # noqa: E402
 from inference.embedded import EmbeddedValkey  # noqa: E402
 from inference.errors import ModelUnavailable  # noqa: E402
-from inference.models.registry import resolve  # noqa: E402
+from inference.models.registry import resolve_default  # noqa: E402
 from tests.support import find_free_port  # noqa: E402
 
 django.setup()  # pytest-django looked for the variable before it was set here
@@ -126,7 +126,7 @@ def config(make_config: Callable[..., Config]) -> Config:
 def model_folder() -> str:
     """The fetched default model; for tests marked ``model``."""
     try:
-        return resolve(ModelSpec(DEFAULT_MODEL, "transformers", "default"), Config.from_env())
+        return resolve_default()
     except ModelUnavailable as exc:
         skip_or_fail(str(exc))
         raise

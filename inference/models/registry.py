@@ -45,6 +45,15 @@ def default_folder(config: Config) -> Path:
     return config.cache_path() / "models" / DEFAULT_MODEL
 
 
+def resolve_default() -> str:
+    """The folder of the default model, where this process's settings say.
+
+    Raises:
+        ModelUnavailable: it has not been fetched.
+    """
+    return resolve(ModelSpec(DEFAULT_MODEL, "transformers", DEFAULT_TARGET), Config.from_env())
+
+
 def check_models(specs: Iterable[ModelSpec], config: Config) -> None:
     """See that the files of every model are there, before anything slow is started.
 
