@@ -1,10 +1,10 @@
 """How what a token costs grows: with open streams, processes, requests in flight, and the prompt.
 
-    python -m benchmarks.scale [--rounds 3] [--quick]
+    python -m benchmarks.scale [--rounds 3] [--plots] [--quick]
 
 The scripted engine, the whole path. A straight line or better is wanted: what a token costs must not
 depend on what else is open. Processor time is per token, over all processes of a kind; nothing is
-pinned, so that more processes can use what the machine has. Writes plots to ``docs/benchmarks/``.
+pinned, so that more processes can use what the machine has.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ def by_streams(args: argparse.Namespace, folder: str) -> None:
             memory.append((count, m["rss"]))
     head = ["open streams", "server, us/token", "worker", "Redis", "added latency p50 / p99, ms", "server RSS, MiB"]
     show(f"Open streams, each at 5 tokens/s, answers of {args.tokens} tokens", head, rows)
-    plot("scale-streams", "Processor time per token by open streams", "open streams", "microseconds per token", lines)
-    plot("scale-memory", "Memory of the server by open streams", "open streams", "MiB", {"server": memory})
+    if args.plots:
+        title = "Processor time per token by open streams"
+        plot("scale-streams", title, "open streams", "microseconds per token", lines)
+        plot("scale-memory", "Memory of the server by open streams", "open streams", "MiB", {"server": memory})
 
 
 def by_processes(args: argparse.Namespace, folder: str) -> None:
@@ -79,13 +81,9 @@ def by_processes(args: argparse.Namespace, folder: str) -> None:
     show(
         "Servers and workers, 64 streams flat out", ["of each", "tokens/s", "server, us/token", "worker", "Redis"], rows
     )
-    plot(
-        "scale-processes",
-        "Processor time per token by processes",
-        "servers and workers",
-        "us per token",
-        {"all": rates},
-    )
+    if args.plots:
+        title = "Processor time per token by processes"
+        plot("scale-processes", title, "servers and workers", "us per token", {"all": rates})
 
 
 async def park(gateway: Gateway, stack: AsyncExitStack, first: int, count: int) -> None:
@@ -102,7 +100,7 @@ async def park(gateway: Gateway, stack: AsyncExitStack, first: int, count: int) 
 
 async def by_records(args: argparse.Namespace, folder: str) -> None:
     """A stream's cost while others wait; and what operators' views cost then."""
-    rows, lines, pages = [], {who: [] for who in WHO}, []
+    rows, lines = [], {who: [] for who in WHO}
     with running_site(0, folder) as (target, env):
         os.environ.update(env)
         async with AsyncExitStack() as stack:
@@ -124,10 +122,11 @@ async def by_records(args: argparse.Namespace, folder: str) -> None:
                 rows.append([count, f"{m['rate'] / 1000:.1f} k", *costs(m), f"{first:.1f}", f"{page:.1f}"])
                 for who in WHO:
                     lines[who].append((count, m[f"cpu_{who}"]))
-                pages.append((count, page))
     head = ["in flight beside", "tokens/s", "server, us/token", "worker", "Redis", "first token, ms", "page of 50, ms"]
     show("Requests in flight beside 64 streams flat out", head, rows)
-    plot("scale-records", "Processor time per token by requests in flight", "requests in flight", "us per token", lines)
+    if args.plots:
+        title = "Processor time per token by requests in flight"
+        plot("scale-records", title, "requests in flight", "us per token", lines)
 
 
 def by_prompt(args: argparse.Namespace, folder: str) -> None:
@@ -141,7 +140,9 @@ def by_prompt(args: argparse.Namespace, folder: str) -> None:
             rows.append([size, f"{m['ttft_p50_ms']:.1f}"])
             lines.append((size, m["ttft_p50_ms"]))
     show("Prompt length", ["tokens of the prompt", "first token, ms"], rows)
-    plot("scale-prompt", "Time to the first token by prompt length", "tokens of the prompt", "ms", {"sluice": lines})
+    if args.plots:
+        title = "Time to the first token by prompt length"
+        plot("scale-prompt", title, "tokens of the prompt", "ms", {"sluice": lines})
 
 
 def main() -> None:
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=40, help="per paced stream")
     parser.add_argument("--flat", type=int, default=800, help="per stream flat out")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--plots", action="store_true", help="write docs/benchmarks/scale-*.svg")
     parser.add_argument("--quick", action="store_true", help="one round of small numbers")
     args = parser.parse_args()
     if args.quick:
