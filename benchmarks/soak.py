@@ -26,7 +26,7 @@ from inference.errors import StoreUnavailable
 from inference.messages import Ending, decode_ending
 from inference.store import audit
 from tests.faults import ledger
-from tests.faults.harness import Process, Rig, Server
+from tests.faults.harness import Exchange, Process, Rig, Server
 from tests.faults.transports import STREAMING, TRANSPORTS, Call
 from tests.support import eventually
 
@@ -130,8 +130,6 @@ class Soak:
             await exchange.close()
 
     async def _read_on(self, call: Call) -> None:
-        from tests.faults.harness import Exchange
-
         if not call.id:
             return
         exchange = await Exchange.open(self.servers[0].port, "GET", f"/v1/requests/{call.id}/events", key=self.rig.key)
