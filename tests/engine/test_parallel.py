@@ -33,11 +33,13 @@ async def rigs(tiny_folder: str) -> AsyncIterator[tuple[Rig, Rig]]:
         Rig(TransformersEngine(tiny_folder, alias="tiny", device=device, config=tiny_config(prefill_budget=64)))
         for device in ("cpu", TWO)
     ]
-    for rig in made:
-        await rig.load()
-    yield made[0], made[1]
-    for rig in made:
-        await rig.engine.close()
+    try:
+        for rig in made:
+            await rig.load()
+        yield made[0], made[1]
+    finally:  # also of one that loads where the next does not: its loop would keep the test run from ending
+        for rig in made:
+            await rig.engine.close()
 
 
 def followers() -> list[psutil.Process]:

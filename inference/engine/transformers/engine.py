@@ -25,6 +25,7 @@ from inference.engine.transformers.generation import Generation, Registry
 from inference.engine.transformers.grammar import GrammarCompiler
 from inference.engine.transformers.loading import load_model, set_cpu_threads
 from inference.engine.transformers.loop import BatchingLoop
+from inference.engine.transformers.packing import pack_linear_layers
 from inference.engine.transformers.parallel import Group
 from inference.engine.transformers.scheduler import StepLog
 from inference.errors import EngineDied, ModelUnavailable, Overloaded, TooLarge
@@ -92,6 +93,8 @@ class TransformersEngine:
         if self._device.type == "cpu":
             set_cpu_threads(self._config, len(self._group.devices))
         self._loaded = loaded = load_model(self._folder, self._device, self._config, ranks=len(self._group.devices))
+        if self._device.type == "cpu" and len(self._group.devices) == 1:  # a shared layer talks to its other parts
+            pack_linear_layers(loaded.model)
         self._grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, sorted(loaded.eos_ids))
         self._batching = batching = BatchingLoop(
             self.alias,
