@@ -28,6 +28,7 @@ import httpx
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "platform")]
 
+from benchmarks.processes import family  # noqa: E402
 from inference.embedded import EmbeddedValkey  # noqa: E402
 from tests.apps.inflight.test_browser import CHROMIUM, FLAGS, LIST, System  # noqa: E402
 
@@ -137,7 +138,7 @@ def main() -> int:
             load.start()
             time.sleep(max(5.0, args.minutes * 60 - 20))
             found = subprocess.run(["pgrep", "-f", r"inference\.worker .*--pool"], capture_output=True, text=True)
-            ours = [int(p) for p in found.stdout.split() if _descends(int(p), system.process.pid)]
+            ours = sorted({int(p) for p in found.stdout.split()} & set(family(system.process.pid)))
             if ours:
                 os.kill(ours[0], signal.SIGKILL)
             time.sleep(20)
@@ -146,17 +147,6 @@ def main() -> int:
             load.end()
             system.stop()
     return 0
-
-
-def _descends(pid: int, ancestor: int) -> bool:
-    while pid > 1:
-        if pid == ancestor:
-            return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return False
-    return False
 
 
 if __name__ == "__main__":
