@@ -21,8 +21,6 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 VERDICTS = ("ok", "failed", "truncated", "duplicated", "wrong")
-#: Ways to ask. ``ws-kept`` sends many requests over one socket, ``resumable`` re-attaches where its stream breaks.
-KINDS = ("sse", "json", "ws", "ws-kept", "resumable")
 #: A stream with no news for so long is given up, seconds.
 PATIENCE = 45.0
 
@@ -32,6 +30,8 @@ class Answer:
     """What a client has seen of one answer; times by its monotonic clock, seconds.
 
     Attributes:
+        kind: how it was asked for: ``sse``, ``json``, ``ws``, ``ws-kept`` (many requests over one socket) or
+            ``resumable`` (read on elsewhere where its stream breaks).
         error: what the client was told, or how the connection ended; empty where nothing went wrong.
         told: the error came in band, as a status, an event or a close code, not as silence.
         disorder: a sequence number came twice or backwards.
