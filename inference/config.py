@@ -11,7 +11,6 @@ import os
 import socket
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -154,11 +153,11 @@ class Config(EnvSettings, frozen=True, kw_only=True):
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"SLUICE_DTYPE must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
         if self.redis_url:
-            scheme = urlsplit(self.redis_url).scheme
-            if scheme not in ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel"):
+            scheme, colon, _ = self.redis_url.partition(":")
+            if not colon or scheme.lower() not in ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel"):
                 raise ConfigError(
-                    f"REDIS_URL must start with redis://, rediss://, unix://, redis+sentinel:// "
-                    f"or rediss+sentinel://, which {scheme + '://' if scheme else 'its value'} is not"
+                    "REDIS_URL must start with redis://, rediss://, unix://, redis+sentinel:// "
+                    "or rediss+sentinel://, which its value does not"
                 )
         parse_models(self.models)
 

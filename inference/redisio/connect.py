@@ -8,7 +8,7 @@ Schemes: ``redis://``, ``rediss://`` (TLS), ``unix://`` and
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 import hiredis
 from redis.asyncio import Redis
@@ -36,9 +36,9 @@ def connect(url: str, *, timeout: float, client_name: str) -> Redis:
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
     }
-    parts = urlsplit(url)
+    parts = _parts(url)
     if parts.scheme in ("redis+sentinel", "rediss+sentinel"):
-        return _sentinel(url, options)
+        return _sentinel(parts, options)
     if parts.scheme == "unix":
         del options["socket_keepalive"]
     try:
@@ -47,6 +47,24 @@ def connect(url: str, *, timeout: float, client_name: str) -> Redis:
         raise ConfigError(f"REDIS_URL cannot be understood: {exc}") from exc
     _pack_in_c(client)
     return client
+
+
+def _parts(url: str) -> SplitResult:
+    """The parts of the address.
+
+    What a parser says of a malformed one quotes it, and a password that is not percent-encoded is what makes
+    it malformed. So nothing of it is repeated.
+    """
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("redis", "rediss"):
+            parts.port  # noqa: B018 - it is parsed here
+    except ValueError:
+        raise ConfigError(
+            "REDIS_URL cannot be understood; as in redis://user:password@host:6379/0, where characters such as "
+            "/ ? # @ [ of a password are percent-encoded"
+        ) from None
+    return parts
 
 
 class _Packing:
@@ -68,20 +86,23 @@ def _pack_in_c(client: Redis) -> None:
     pool.connection_class = _made[plain]
 
 
-def _sentinel(url: str, options: dict[str, Any]) -> Redis:
-    parts = urlsplit(url)
+def _sentinel(parts: SplitResult, options: dict[str, Any]) -> Redis:
     location = parts.netloc.rpartition("@")[2]
     nodes: list[tuple[str, int]] = []
     for node in location.split(","):
         host, _, port = node.rpartition(":")
         if not host or not port.isdigit():
-            raise ConfigError(f"REDIS_URL: sentinel address {node!r} is not host:port")
+            raise ConfigError(
+                "REDIS_URL: what stands for a sentinel's address is not host:port, as in "
+                "redis+sentinel://host:26379,host2:26379/mymaster; characters such as / ? # of a password are "
+                "percent-encoded"
+            )
         nodes.append((host, int(port)))
     service, _, db = parts.path.strip("/").partition("/")
     if not service:
         raise ConfigError("REDIS_URL names no sentinel service, as in redis+sentinel://host:26379/mymaster")
     if db and not db.isdigit():
-        raise ConfigError(f"REDIS_URL: database {db!r} is not a number")
+        raise ConfigError("REDIS_URL: the database, which stands after the service, is not a number")
     userinfo = parts.netloc.rpartition("@")[0]
     user, _, password = userinfo.partition(":")
     query = parse_qs(parts.query)
