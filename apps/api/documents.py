@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -41,8 +42,9 @@ class DocsConsumer(ApiConsumer):
         await self.send_bytes(200, page(), [*headers, *_CACHE])
 
 
+@lru_cache(maxsize=1)
 def page() -> bytes:
-    """The page."""
+    """The page; it takes a while to make, and anybody may ask for it."""
     document = openapi.document()
     operations: list[dict[str, Any]] = [
         {"method": method.upper(), "path": path, "summary": spec["summary"]}

@@ -56,10 +56,12 @@ def rows(kind: type[msgspec.Struct], *, common: bool = True) -> list[Row]:
     schemas = msgspec.json.schema_components([kind])[1]
     schema = schemas[kind.__name__]
     required = set(schema.get("required", ()))
-    shared = set() if common or kind is Sampling else set(Sampling.__struct_fields__)
+    shared: dict[str, Any] = {}
+    if not common and kind is not Sampling:
+        shared = msgspec.json.schema_components([Sampling])[1]["Sampling"]["properties"]
     out = []
     for name, field in schema["properties"].items():
-        if name in shared and field == msgspec.json.schema(Sampling)["$defs"]["Sampling"]["properties"].get(name):
+        if field == shared.get(name):
             continue
         if field == {"type": "null", "default": None}:
             out.append(Row(name, "refused", "null", REFUSED[name], "null only", "unsupported_parameter"))

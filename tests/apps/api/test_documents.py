@@ -9,7 +9,7 @@ import httpx
 import jsonschema
 import pytest
 
-from apps.api import asyncapi, openapi, reference
+from apps.api import asyncapi, documents, openapi, reference
 from apps.api.schema.generation import ChatBody, Sampling
 from apps.api.schema.refused import NO_EFFECT, REFUSED
 from tests.apps.api.live import Site, chat
@@ -76,6 +76,11 @@ async def test_what_takes_no_parameters_refuses_them_by_name(site: Site) -> None
                 reply = await client.post(path, content=body)
                 error = reply.json()["error"]
                 assert (reply.status_code, error["code"], error["param"]) == (400, code, param)
+
+
+def test_the_page_is_made_once() -> None:
+    """It takes tens of milliseconds, in which the event loop serves nobody, and anybody may ask for it."""
+    assert documents.page() is documents.page()
 
 
 def test_asyncapi_examples_match_their_schemas() -> None:
