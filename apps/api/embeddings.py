@@ -25,7 +25,6 @@ from apps.api.schema.embeddings import MAX_INPUTS, EmbeddingBody
 from inference.errors import Refused, StoreUnavailable
 from inference.gateway import Detached, RequestEnded, RequestSpec, StreamGroup
 from inference.messages import Job, SamplingParams
-from inference.text.protocol import Tokenizer
 
 WINDOW = 16
 """Texts of one request that are in the core at once: a long list leaves room in the queue for others."""
@@ -80,18 +79,12 @@ async def prepare(asked: EmbeddingBody, caller: Principal) -> Work:
         check_dimensions(asked.dimensions, served.dimensions)
     tokenizer = await deps.tokenizer(asked.model)
     limit = context_limit(asked.model, tokenizer)
-    prepared = await prompts.in_thread(lambda: [_ids(tokenizer, text, limit) for text in texts])
+    prepared = await prompts.in_thread(lambda: [prompts.prompt_ids(tokenizer, text, limit, "input") for text in texts])
     name = plan.new_id("embd")
     nothing = SamplingParams(max_tokens=0, seed=0)
     names = [name] if len(prepared) == 1 else [f"{name}-{number}" for number in range(len(prepared))]
     jobs = [Job(job_id, asked.model, ids, nothing) for job_id, ids in zip(names, prepared, strict=True)]
     return Work(name, asked.model, jobs, priority, time.monotonic() + timeout)
-
-
-def _ids(tokenizer: Tokenizer, text: str | list[int], limit: int) -> list[int]:
-    if isinstance(text, str):
-        return prompts.text_ids(tokenizer, text, limit, "input")
-    return prompts.given_ids(tokenizer, text, limit, "input")
 
 
 async def compute(work: Work, caller: Principal, client: str) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:

@@ -16,7 +16,7 @@ from apps.accounts.principal import Principal
 from apps.api import deps, prompts, upstream
 from apps.api import tools as toolkit
 from apps.api.errors import ApiError, invalid, unknown_model
-from apps.api.jobs import Maker, maker_for
+from apps.api.jobs import maker_for
 from apps.api.schema.base import MAX_CHOICES
 from apps.api.schema.generation import (
     ChatBody,
@@ -162,7 +162,9 @@ async def completion(body: CompletionBody, caller: Principal) -> Plan:
             logprobs=body.logprobs, echo=body.echo, ranked=count > keep, response_format=body.response_format
         )
         forward = [upstream.prompt_text(text) for text in texts]
-    prepared = await prompts.in_thread(lambda: [_prepare(maker, text) for text in texts])
+    prepared = await prompts.in_thread(
+        lambda: [prompts.prompt_ids(maker.tokenizer, text, maker.prompt_limit) for text in texts]
+    )
     request_id = new_id("cmpl")
     shown = body.logprobs
     ranked = (shown or 0) if count > keep else shown
@@ -329,9 +331,3 @@ def service_of(priority: str | None, timeout: float | None, caller: Principal) -
             403, "Priority high needs a key with the admin scope.", param="priority", code="priority_not_allowed"
         )
     return priority or "normal", timeout or longest
-
-
-def _prepare(maker: Maker, prompt: str | list[int]) -> list[int]:
-    if isinstance(prompt, str):
-        return prompts.text_ids(maker.tokenizer, prompt, maker.prompt_limit)
-    return prompts.given_ids(maker.tokenizer, prompt, maker.prompt_limit)

@@ -111,8 +111,8 @@ def chat_ids(
         if not speaks_tools(tokenizer):
             messages, signatures = toolkit.spell_out(messages, use), None
         ids = tokenizer.render_chat(messages, tools=signatures, continue_final=continue_final, limit=limit, **kwargs)
-    except TooLarge as exc:
-        raise too_long(limit, str(exc)) from None
+    except TooLarge:
+        raise too_long(limit) from None
     except ChatTemplateError as exc:
         raise invalid(str(exc), "messages", "invalid_value") from None
     except RecursionError:
@@ -152,6 +152,17 @@ def split(prompt: str | list[str | int | list[int]], param: str = "prompt") -> l
     raise invalid("A list holds texts, token ids, or lists of token ids, not a mix.", param, "invalid_value")
 
 
+def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int], limit: int, param: str = "prompt") -> list[int]:
+    """One of the prompts that :func:`split` gives, as token ids; runs in a worker thread.
+
+    Raises:
+        ApiError: as :func:`text_ids` and :func:`given_ids`.
+    """
+    if isinstance(prompt, str):
+        return text_ids(tokenizer, prompt, limit, param)
+    return given_ids(tokenizer, prompt, limit, param)
+
+
 def text_ids(tokenizer: Tokenizer, text: str, limit: int, param: str = "prompt") -> list[int]:
     """Encode a trusted prompt; runs in a worker thread.
 
@@ -160,8 +171,8 @@ def text_ids(tokenizer: Tokenizer, text: str, limit: int, param: str = "prompt")
     """
     try:
         ids = tokenizer.encode_bounded(text, limit, add_special_tokens=True, trusted=True)
-    except TooLarge as exc:
-        raise too_long(limit, str(exc), param) from None
+    except TooLarge:
+        raise too_long(limit, param) from None
     return _checked(ids, limit, param)
 
 
@@ -179,7 +190,7 @@ def given_ids(tokenizer: Tokenizer, ids: Sequence[int], limit: int, param: str =
     return _checked(list(ids), limit, param)
 
 
-def too_long(limit: int, detail: str = "", param: str = "messages") -> ApiError:
+def too_long(limit: int, param: str = "messages") -> ApiError:
     text = f"The prompt does not fit: this model takes at most {limit} prompt tokens."
     return invalid(text, param, "context_length_exceeded")
 
@@ -193,5 +204,5 @@ def _checked(ids: list[int], limit: int, param: str) -> list[int]:
     if not ids:
         raise invalid("The prompt has no tokens.", param, "invalid_value")
     if len(ids) > limit:
-        raise too_long(limit, param=param)
+        raise too_long(limit, param)
     return ids
