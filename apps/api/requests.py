@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from apps.accounts.principal import Principal
@@ -30,10 +31,8 @@ async def find(request_id: str, caller: Principal) -> list[RequestView]:
     view = await gateway.view(request_id)
     found = [view] if view is not None else []
     if view is None and (first := await gateway.view(f"{request_id}-0")) is not None:
-        found = [first]
-        for number in range(1, MAX_CHOICES):
-            if (view := await gateway.view(f"{request_id}-{number}")) is not None:
-                found.append(view)
+        others = await asyncio.gather(*(gateway.view(f"{request_id}-{n}") for n in range(1, MAX_CHOICES)))
+        found = [first, *(view for view in others if view is not None)]
     return [view for view in found if caller.owns(view.owner)]
 
 
