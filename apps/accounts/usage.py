@@ -19,6 +19,7 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
+from django.contrib.auth import get_user_model
 from django.db import DatabaseError, IntegrityError, close_old_connections, connection, transaction
 from django.db.models import F, Sum
 from django.utils import timezone
@@ -198,18 +199,26 @@ def of_user(user: Any, days: int) -> list[dict[str, Any]]:
     return [{k.removeprefix("all_"): v for k, v in row.items()} for row in found]
 
 
+MAX_LABEL = 24
+"""Longer labels are of no key or user; a number in one might be more than a database takes."""
 CSV_COLUMNS = ["day", "owner", "name", "model", "requests", "prompt_tokens", "generated_tokens"]
 
 
 def names_of(owners: Iterable[str]) -> dict[str, str]:
-    """Names of keys and users for labels like ``key:<prefix>`` and ``user:<id>``; unknown ones are left out."""
-    from django.contrib.auth import get_user_model
+    """Names of keys and users for labels like ``key:<prefix>`` and ``user:<id>``; unknown ones are left out.
 
-    prefixes = {o.removeprefix("key:") for o in owners if o.startswith("key:")}
-    ids = {int(i) for o in owners if o.startswith("user:") and (i := o.removeprefix("user:")).isdecimal()}
-    names = {f"key:{k.prefix}": k.name for k in ApiKey.objects.filter(prefix__in=prefixes)}
-    users = get_user_model()._default_manager.filter(pk__in=ids)
-    return {**names, **{f"user:{user.pk}": user.get_username() for user in users}}
+    Two queries at most.
+    """
+    names: dict[str, str] = {}
+    known = {o for o in owners if len(o) < MAX_LABEL}
+    if prefixes := [o.removeprefix("key:") for o in known if o.startswith("key:")]:
+        keys = ApiKey.objects.filter(prefix__in=prefixes).values_list("prefix", "name")
+        names.update((f"key:{prefix}", name) for prefix, name in keys)
+    if ids := [int(i) for o in known if o.startswith("user:") and (i := o.removeprefix("user:")).isdecimal()]:
+        users = get_user_model()
+        rows = users._default_manager.filter(pk__in=ids).values_list("pk", users.USERNAME_FIELD)
+        names.update((f"user:{pk}", name) for pk, name in rows)
+    return names
 
 
 def rows(records: Any) -> Iterator[list[str]]:

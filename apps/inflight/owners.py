@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from django.contrib.auth import get_user_model
-
-from apps.accounts.models import ApiKey
+from apps.accounts.usage import names_of
 
 TTL = 60.0
 MAX_ENTRIES = 10_000
@@ -28,16 +26,9 @@ def names(owners: Iterable[str]) -> dict[str, str]:
     missing = wanted - found.keys()
     if not missing:
         return found
-    users = [int(o[5:]) for o in missing if o.startswith("user:") and o[5:].isdecimal() and len(o) < 24]
-    keys = [o[4:] for o in missing if o.startswith("key:")]
     fresh = {o: o for o in missing}
-    if users:
-        field = get_user_model().USERNAME_FIELD
-        rows = get_user_model()._default_manager.filter(pk__in=users).values_list("pk", field)
-        fresh.update((f"user:{pk}", name) for pk, name in rows)
-    if keys:
-        rows = ApiKey.objects.filter(prefix__in=keys).values_list("prefix", "name")
-        fresh.update((f"key:{prefix}", f"{name} ({prefix})") for prefix, name in rows)
+    for owner, name in names_of(missing).items():
+        fresh[owner] = f"{name} ({owner.removeprefix('key:')})" if owner.startswith("key:") else name
     until = time.monotonic() + TTL
     if len(_names) + len(fresh) > MAX_ENTRIES:
         _names.clear()
