@@ -7,6 +7,7 @@ runs on the server's own event loop.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -237,7 +238,7 @@ def _shown(request_id: str, cells: Any, now_ms: int) -> dict[str, Any]:
 async def _page_data(gateway: Source, query: Query) -> tuple[Any, dict[str, list[str]]]:
     """The page, and what the filters offer: what is alive, plus what is chosen."""
     selection = await select(gateway, query)
-    workers, servers = await gateway.workers(), await gateway.servers()
+    workers, servers = await asyncio.gather(gateway.workers(), gateway.servers())
     models = {m.alias for w in workers for m in w.models}
     choices = {
         "model": sorted(models | {v.model for v in selection.items} | ({query.model} - {""})),

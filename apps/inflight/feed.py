@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from channels.db import database_sync_to_async
@@ -77,13 +78,13 @@ class Feed:
             return ended, cells
         history = {e.id: e for e in await self._gateway.history(HISTORY_LOOK)}
         for request_id in gone:
-            ending = history.get(request_id)
-            if ending is not None:
+            if (ending := history.get(request_id)) is not None:
                 ended[request_id] = f"{ending.state} ({ending.reason})"
                 # What came since the last look belongs to the row that is struck through.
                 cells[request_id] = {"generated": Cell(str(ending.generated_tokens)).to_json()}
-            elif await self._gateway.view(request_id) is None:
-                ended[request_id] = "ended"
+        others = [request_id for request_id in gone if request_id not in ended]
+        views = await asyncio.gather(*map(self._gateway.view, others))  # in one round trip
+        ended.update((request_id, "ended") for request_id, view in zip(others, views, strict=True) if view is None)
         return ended, cells
 
 
