@@ -100,7 +100,7 @@ async def endings(gateway: Source, outcome: str) -> dict[str, Any]:
         gateway.history(HISTORY), gateway.outcomes(), gateway.load(), gateway.now_ms()
     )
     wanted = outcome if outcome in OUTCOMES else ""
-    lines = [_line(e, now_ms) for e in history if not wanted or f"{e.state} ({e.reason})" == wanted]
+    lines = [_line(e, now_ms) for e in history if not wanted or _outcome(e.state, e.reason) == wanted]
     return {
         "lines": lines[:SHOWN_ENDINGS],
         "shown": min(len(lines), SHOWN_ENDINGS),

@@ -18,6 +18,7 @@ from inference.lifecycle import Outcome, Reason
 from inference.messages import Ending, Job, PoolBeat, ServerBeat, WorkerBeat
 from inference.store import AuditReport, Page, RequestView
 from inference.store.series import AuditRun, Sample
+from sluice import runtime
 
 CHUNK = 100
 """Requests per command: Redis collects so many in about a millisecond, and serves nobody else meanwhile."""
@@ -49,8 +50,6 @@ class Source(Protocol):
 
 def source() -> Source:
     """This process's gateway."""
-    from sluice import runtime  # late: the pages must import without a server
-
     return runtime.gateway()
 
 
