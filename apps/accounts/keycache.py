@@ -1,4 +1,4 @@
-"""The process's short memory of keys that were found valid.
+"""The process's short memory of keys, and of open sockets' callers, that were found valid.
 
 A key that is used a hundred times a second is looked up in the database once a
 second. A key revoked elsewhere is refused here after at most :data:`TTL`; one
@@ -21,7 +21,7 @@ MAX_ENTRIES = 4096
 
 
 class KeyCache:
-    """Digest of a whole key -> principal; bounded, oldest out first. Thread-safe."""
+    """Digest of a whole key (or another name) -> principal; bounded, oldest out first. Thread-safe."""
 
     def __init__(self, ttl: float = TTL, clock: Callable[[], float] = time.monotonic) -> None:
         self._ttl = ttl
@@ -35,17 +35,17 @@ class KeyCache:
         """Goes up with each :meth:`forget`; see :meth:`put`."""
         return self._generation
 
-    def get(self, digest: str) -> Principal | None:
+    def get(self, name: str) -> Principal | None:
         with self._lock:
-            entry = self._entries.get(digest)
+            entry = self._entries.get(name)
             if entry is None:
                 return None
             if entry[0] <= self._clock():
-                del self._entries[digest]
+                del self._entries[name]
                 return None
             return entry[1]
 
-    def put(self, digest: str, principal: Principal, *, generation: int) -> None:
+    def put(self, name: str, principal: Principal, *, generation: int) -> None:
         """Remember an answer, unless a key was revoked since the question was asked.
 
         Without the check a lookup that began before a revocation could put the
@@ -54,8 +54,8 @@ class KeyCache:
         with self._lock:
             if generation != self._generation:
                 return
-            self._entries[digest] = (self._clock() + self._ttl, principal)
-            self._entries.move_to_end(digest)
+            self._entries[name] = (self._clock() + self._ttl, principal)
+            self._entries.move_to_end(name)
             while len(self._entries) > MAX_ENTRIES:
                 self._entries.popitem(last=False)
 

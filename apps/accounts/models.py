@@ -1,4 +1,4 @@
-"""API keys and WebSocket tickets. Secrets are stored as SHA-256 hashes only.
+"""API keys, WebSocket tickets, limits and usage. Secrets are stored as SHA-256 hashes only.
 
 A plain hash is right here and a slow one (PBKDF2, Argon2) would be wrong: the
 secrets are 256 random bits, which nobody can guess however fast the hash, and

@@ -1,4 +1,4 @@
-"""Sign-in pages (Django's own views) and the page of one's API keys."""
+"""Sign-in pages (Django's own views) and the pages of one's API keys and usage."""
 
 from __future__ import annotations
 
