@@ -19,7 +19,7 @@ class Outbox:
 
     While one append is under way, the frames of later steps gather and go
     together in the next. An append that got no answer is sent again: the script
-    takes each frame once. ``on_odd(request_id, word, server)`` hears of frames
+    takes each frame once. ``on_odd(frame, word, server)`` hears of frames
     that were refused (``stale``: the request is another's; ``gap``: its log has
     lost its end), of readers elsewhere (``moved``) and of finished requests
     that nobody reads (``detached``). ``on_failure`` hears of the end of the
@@ -30,7 +30,7 @@ class Outbox:
         self,
         store: RequestStore,
         worker: str,
-        on_odd: Callable[[str, str, str], None],
+        on_odd: Callable[[Append, str, str], None],
         on_failure: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._store = store
@@ -115,4 +115,4 @@ class Outbox:
             except StoreUnavailable:
                 break  # the frames are in the log, where their readers look for them
         for index, word, server in odd:
-            self._on_odd(frames[index].id, word, server)
+            self._on_odd(frames[index], word, server)

@@ -18,6 +18,7 @@ from inference.messages import Abort, Moved, WorkerBeat, WorkerCommand, decode_w
 from inference.redisio import Commander, Subscriber, connect
 from inference.store import RequestStore
 from inference.store.records import Claim
+from inference.store.store import Append
 from inference.ticks import until_tick
 from inference.worker.heartbeat import Heartbeat, Identity, Served
 from inference.worker.outbox import Outbox
@@ -205,6 +206,8 @@ class Worker:
 
     def _start(self, claim: Claim, served: Served) -> bool:
         """Hand a claimed request to the engine; false where it has no room just now."""
+        # An earlier attempt, where this worker was cut off, taken for dead, and is the next to claim it.
+        self._abort(claim.id)
         seq = Sequence(claim, served.tokenizer)
         params = claim.job.params
         if seq.logged_finish is not None:
@@ -318,17 +321,19 @@ class Worker:
     def on_command(self, verb: str) -> None:
         """``drain`` or ``restart``; the process overrides this."""
 
-    def _odd(self, request_id: str, word: str, server: str) -> None:
+    def _odd(self, frame: Append, word: str, server: str) -> None:
+        seq = self._held.get(frame.id)
         if word == "stale":
-            self._abort(request_id)
+            if seq is not None and seq.attempt == frame.attempt:  # else it has been claimed once more meanwhile
+                self._abort(frame.id)
         elif word == "gap":
             # Goes back to the queue, and on from what its log still has.
-            self._abort(request_id)
-            self._loosely(self._upkeep.unclaim(request_id))
-        elif word == "moved" and request_id in self._held:
-            self._held[request_id].server = server
+            self._abort(frame.id)
+            self._loosely(self._upkeep.unclaim(frame.id))
+        elif word == "moved" and seq is not None:
+            seq.server = server
         elif word == "detached":
-            self._loosely(self._upkeep.settle_detached(request_id))
+            self._loosely(self._upkeep.settle_detached(frame.id))
 
     def _loosely(self, coro: object) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(coro)  # type: ignore[arg-type]

@@ -235,6 +235,47 @@ async def test_aborts_lost(deploy: Deploy, monkeypatch: pytest.MonkeyPatch, pref
     await deployment.clean(gateway)
 
 
+async def test_a_worker_that_claims_again_what_it_still_holds(deploy: Deploy) -> None:
+    """Cut off and taken for dead, it is the next to claim. Before, both attempts ran until the second was prefilled."""
+    deployment = deploy(models="scripted=scripted:rate=100,prefill=20", check_interval=20.0)
+    gateway, worker = await deployment.both()
+    async with gateway.request(spec(400)) as stream:
+        undisturbed = await read(stream)
+    async with gateway.request(spec(400)) as stream:
+        frames = await stream.next()
+        assert await gateway.store.requeue(stream.id, worker=worker.id, lost=True, certain=False) == "requeued"
+        frames += await asyncio.wait_for(read(stream), 20)
+    assert [i for f in frames for i in f.ids] == [i for f in undisturbed for i in f.ids]
+    await deployment.clean(gateway)
+    assert deployment.endings[-1].attempts == 2
+
+
+async def test_what_is_refused_of_an_attempt_does_not_end_the_next_one(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal of a late frame had the worker drop what it had claimed anew, and look for it two checks later."""
+    deployment = deploy(models="scripted=scripted:rate=100", check_interval=20.0)
+    gateway, worker = await deployment.both()
+    append, late, claimed = worker.store.append, asyncio.Event(), asyncio.Event()
+
+    async def delayed(*args: Any) -> Any:
+        if not late.is_set():
+            late.set()
+            await claimed.wait()
+        return await append(*args)
+
+    async with gateway.request(spec(60)) as stream:
+        frames = await stream.next()
+        monkeypatch.setattr(worker.store, "append", delayed)
+        await late.wait()
+        assert await gateway.store.requeue(stream.id, worker=worker.id, lost=True, certain=False) == "requeued"
+        await eventually(lambda: stream.attempt == 2, what="claimed again")
+        claimed.set()
+        frames += await asyncio.wait_for(read(stream), 15)
+    assert sum(len(f.ids) for f in frames) == 60
+    await deployment.clean(gateway)
+
+
 async def test_an_outbox_that_fails_ends_the_worker(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker whose frames go nowhere used to live on, and its streams hung."""
     deployment = deploy()
