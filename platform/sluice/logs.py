@@ -1,4 +1,4 @@
-"""Request ids: where they come from, and how they get into each log line."""
+"""Request ids, how they get into each log line, and what a line says of a refused request."""
 
 from __future__ import annotations
 
@@ -30,4 +30,19 @@ class RequestIdFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if not hasattr(record, "request_id"):
             record.request_id = request_id.get()
+        return True
+
+
+class RefusedFilter(logging.Filter):
+    """Makes one warning of what Django says of a request that it refused (an unknown Host, too many fields).
+
+    Such a request is its client's doing, and Django logs it as an error with its stack: thirty lines for each
+    that a stranger sends.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name.startswith("django.security."):
+            record.exc_info = record.exc_text = None
+            if record.levelno > logging.WARNING:
+                record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
         return True

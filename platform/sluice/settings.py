@@ -179,13 +179,20 @@ WHO = "server" if Path(sys.argv[0]).name != "manage.py" or sys.argv[1:2] == ["se
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
-    "filters": {"request_id": {"()": "sluice.logs.RequestIdFilter"}},
+    "filters": {
+        "request_id": {"()": "sluice.logs.RequestIdFilter"},
+        "refused": {"()": "sluice.logs.RefusedFilter"},
+    },
     "formatters": {
         "text": {"()": "inference.logs.LineFormatter", "who": WHO},
         "json": {"()": "inference.logs.JsonFormatter"},
     },
     "handlers": {
-        "stderr": {"class": "logging.StreamHandler", "formatter": SLUICE.log_format, "filters": ["request_id"]},
+        "stderr": {
+            "class": "logging.StreamHandler",
+            "formatter": SLUICE.log_format,
+            "filters": ["request_id", "refused"],
+        },
     },
     "root": {"handlers": ["stderr"], "level": SLUICE.log_level.upper()},
     "loggers": {

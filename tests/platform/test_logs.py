@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 import pytest
+from django.test import Client
 
 from inference import endings, logs
 from inference.messages import Ending
@@ -91,6 +92,26 @@ def test_an_exception_stays_in_its_line(lines) -> None:  # type: ignore[no-untyp
 )
 def test_request_ids_of_clients(given: bytes, kept: bool) -> None:
     assert (clean_request_id(given) == given.decode("latin-1")) is kept
+
+
+@pytest.mark.parametrize(
+    ("request_of_a_stranger", "said"),
+    [
+        ({"path": "/accounts/login/", "headers": {"host": "evil.example"}}, "Invalid HTTP_HOST header: 'evil.example'"),
+        ({"path": "/accounts/login/", "query_params": {f"q{i}": 1 for i in range(1001)}}, "parameters exceeded"),
+    ],
+)
+def test_a_refused_request_is_one_warning(request_of_a_stranger: dict[str, Any], said: str) -> None:
+    handlers = [h for h in logging.getLogger().handlers if type(h) is logging.StreamHandler]
+    (handler,) = handlers  # that of the settings
+    stream = handler.setStream(out := io.StringIO())
+    try:
+        assert Client().get(**request_of_a_stranger).status_code == 400
+    finally:
+        handler.setStream(stream)  # type: ignore[arg-type]
+    (line,) = out.getvalue().splitlines()
+    assert " WARNING " in line
+    assert said in line
 
 
 def test_log_format_is_a_setting() -> None:
