@@ -194,6 +194,26 @@ def test_reload_while_a_crashed_process_is_being_replaced(start: Start) -> None:
     assert server.wait(30) == 0
 
 
+def test_successors_that_die_while_their_predecessors_drain_are_replaced(start: Start) -> None:
+    """Before, a process that was leaving counted as the one of its slot, which stayed empty after it."""
+    server = start("--processes", "2", "--pre-drain", "0", "--drain-deadline", "60")
+    before = children_of(server)
+    streams = [server.request(b"GET /ticks?n=2000&pace=0.05 HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(12)]
+    for sock in streams:
+        assert sock.recv(1)
+    server.signal(signal.SIGHUP)
+    eventually_sync(lambda: ready_lines(server) == 4, 60)
+    assert children_of(server) & before, "none of those that serve the streams is left"
+    for successor in children_of(server) - before:
+        os.kill(successor, signal.SIGKILL)
+    eventually_sync(lambda: ready_lines(server) == 6, 60)
+    for sock in streams:
+        sock.close()
+    eventually_sync(lambda: len(now := children_of(server)) == 2 and not now & before, 20)
+    server.signal(signal.SIGTERM)
+    assert server.wait(30) == 0
+
+
 def test_told_to_stop_just_as_a_successor_is_ready(start: Start) -> None:
     """The supervisor hears of both at once, of the signal first: its processes hear of a reload that is off."""
     server = start("--processes", "2", "--pre-drain", "0", "--drain-deadline", "20")

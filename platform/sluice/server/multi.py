@@ -159,7 +159,8 @@ class Supervisor:
                 logger.error("reload given up: the new process did not start", extra={"event": "reload_failed"})
                 self._reload.clear()
                 self._reload_next()
-            if not any(c.slot == child.slot for c in self.children):
+            # One that is leaving serves nobody new, and is followed by nobody.
+            if not any(c.slot == child.slot and not c.leaving for c in self.children):
                 self._restart_later(child)
 
     def _restart_later(self, child: Child) -> None:
