@@ -112,6 +112,7 @@ class Supervisor:
             if self._leaving():
                 child.send(signal.SIGKILL)
             status = await self._watch(child)
+            del self._children[slot]  # the slot is idle until the next one starts, however long that takes
             await self._bury(child.id)
             if self._leaving():
                 break
