@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
-from inference.engine.transformers import TransformersEngine
+from inference.engine.transformers import TransformersEngine, packing
 from inference.engine.transformers.packing import PackedLinear, pack_linear_layers
 from tests.engine.rig import Rig, tiny_config
 
@@ -77,6 +79,23 @@ def test_layers_that_share_a_weight_with_the_embedding() -> None:
         assert pack_linear_layers(model) == 1
         torch.testing.assert_close(model(ids), expected, atol=1e-5, rtol=1e-5)
         assert torch.equal(embedding(ids), vectors)
+
+
+def test_weights_go_as_soon_as_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, all of them stayed until the last was packed: loading took twice the memory of the model."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(5)))
+    weights = [weakref.ref(module.weight) for module in model.modules() if isinstance(module, nn.Linear)]
+    alive: list[int] = []
+
+    class Counting(PackedLinear):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__(linear)
+            alive.append(sum(weight() is not None for weight in weights))
+
+    monkeypatch.setattr(packing, "PackedLinear", Counting)
+    assert pack_linear_layers(model) == 10
+    assert alive == list(range(10, 0, -1))
+    assert not any(weight() is not None for weight in weights)
 
 
 async def test_the_engine_packs_its_model(tiny_folder: str) -> None:

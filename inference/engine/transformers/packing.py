@@ -41,10 +41,11 @@ def pack_linear_layers(model: Any) -> int:
     by an output layer that shares its weights with the embedding.
     """
     packed = 0
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and _supported(child.weight):
-                setattr(module, name, PackedLinear(child))
+    # By name, so that nothing here holds a layer that has been packed: its weights would stay until the end.
+    for module in [m for m in model.modules() if type(m) is not nn.Linear]:
+        for name in [n for n, child in module.named_children() if type(child) is nn.Linear]:
+            if _supported(getattr(module, name).weight):
+                setattr(module, name, PackedLinear(getattr(module, name)))
                 packed += 1
     return packed
 
