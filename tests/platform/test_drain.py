@@ -273,6 +273,20 @@ def test_redis_dies_before_the_signal(start: Start, fresh_valkey: Callable[[], A
     assert time.monotonic() - sent < 0.2 + 2 + 5
 
 
+def test_redis_stands_still_while_streams_are_open(start: Start, fresh_valkey: Callable[[], Any]) -> None:
+    """It takes every question and answers none. Before, the drain took too long, and its watchdog ended it with 1."""
+    redis = fresh_valkey()
+    server = start("--pre-drain", "0.2", "--drain-deadline", "2", redis_url=redis.url)
+    stream = Reader(server, "n=1000&pace=0.1")
+    assert stream.first.wait(10)
+    os.kill(redis.pid, signal.SIGSTOP)
+    try:
+        server.signal(signal.SIGTERM)
+        assert server.wait(20) == 0
+    finally:
+        os.kill(redis.pid, signal.SIGCONT)
+
+
 def test_drain_log_names_what_is_open(start: Start) -> None:
     server = start("--pre-drain", "0", "--drain-deadline", "1")
     with httpx.stream("GET", server.url + "/ticks?n=1000&pace=0.1", headers={"x-request-id": "find-me"}):

@@ -113,6 +113,31 @@ async def test_failing_steps_do_not_stop_the_drain(parts: tuple[Drain, Server, H
     assert server.exit_code == 0
 
 
+async def test_a_redis_that_says_nothing_holds_up_no_step(
+    parts: tuple[Drain, Server, Hooks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each log line used to wait for it, on top of the time that the steps have: the drain outlasted its deadline."""
+    drain, server, hooks = parts
+    ended = asyncio.Event()
+
+    async def silent() -> str:
+        await ended.wait()
+        return ""
+
+    async def end() -> None:
+        ended.set()
+
+    monkeypatch.setattr("sluice.server.drain.DESCRIBE_SECONDS", 600.0)
+    hooks.describe = silent  # type: ignore[method-assign]
+    hooks.end_streams = end  # type: ignore[method-assign]
+    drain.config = ServerConfig(pre_drain=0, drain_deadline=0.05)
+    exchange = drain.exchanges.open("sse", "/x", "r1")
+    drain.on_sigterm()
+    await asyncio.wait_for(ended.wait(), 20)
+    exchange.release()
+    await eventually(lambda: "stop" in server.calls)
+
+
 def test_states_only_move_forward() -> None:
     status = ServerStatus()
     status.move(ServerState.REFUSING)

@@ -31,6 +31,8 @@ from sluice.status import ServerState, ServerStatus
 logger = logging.getLogger("sluice.drain")
 
 LOG_EVERY = 5.0
+#: How long a log line waits for what Redis knows of it.
+DESCRIBE_SECONDS = 1.0
 WARN_AFTER = 30.0
 #: Of the time for ending, what the process itself needs to leave.
 LEAVE_SECONDS = 1.0
@@ -224,7 +226,7 @@ class Drain:
                 left = LOG_EVERY if seconds is None else seconds - (time.monotonic() - began)
                 if left <= 0:
                     break
-                await self._report_open()
+                self._report_open()
                 await asyncio.wait({done, skip}, timeout=min(LOG_EVERY, left), return_when=asyncio.FIRST_COMPLETED)
         finally:
             done.cancel()
@@ -234,8 +236,7 @@ class Drain:
         """End everything that is left, in a fixed time."""
         hooks = self.hooks
         ends = time.monotonic() + ENDING_SECONDS - LEAVE_SECONDS
-        if len(self.exchanges):
-            await self._report_open()
+        self._report_open()
         await self._wait(hooks.end_streams(), 0.3)
         # Their handlers now write the last event and leave.
         await self._wait(self.exchanges.wait_empty(), 0.8)
@@ -252,27 +253,36 @@ class Drain:
         seconds = max(0.5, ends - time.monotonic())
         await self._wait(hooks.stop(seconds * 0.8), seconds)
 
-    async def _report_open(self) -> None:
+    def _report_open(self) -> None:
+        """Log what is waited for; the line comes when Redis has answered, and nothing waits for it."""
         if not len(self.exchanges):
             return  # nothing to wait for is no news
-        details = ""
+        ids = self.hooks.open_ids() or self.exchanges.ids()
+        left = self.status.seconds_left()
+        shown = (
+            str(self.status.state),
+            "no deadline" if left is None else f"{left:.0f} s left",
+            ", ".join(f"{name}={n}" for name, n in self.exchanges.snapshot().items()) or "none",
+            ", ".join(ids[:MAX_IDS]) + (f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else "") or "none",
+        )
+        level = logging.WARNING if time.monotonic() - self._began >= WARN_AFTER else logging.INFO
+        task = asyncio.get_running_loop().create_task(self._log_open(level, *shown), name="drain-report")
+        task.add_done_callback(_report)
+
+    async def _log_open(self, level: int, state: str, left: str, exchanges: str, ids: str) -> None:
         try:
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(DESCRIBE_SECONDS):
                 details = await self.hooks.describe()
         except (TimeoutError, SluiceError):
             details = "redis does not answer"
-        ids = self.hooks.open_ids() or self.exchanges.ids()
-        shown = ", ".join(ids[:MAX_IDS]) + (f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else "")
-        exchanges = ", ".join(f"{name}={n}" for name, n in self.exchanges.snapshot().items()) or "none"
-        left = self.status.seconds_left()
         logger.log(
-            logging.WARNING if time.monotonic() - self._began >= WARN_AFTER else logging.INFO,
+            level,
             "draining (%s): %s; exchanges: %s; %s; open: %s",
-            self.status.state,
-            "no deadline" if left is None else f"{left:.0f} s left",
+            state,
+            left,
             exchanges,
             details or "no requests",
-            shown or "none",
+            ids,
             extra={"event": "drain_progress"},
         )
 
