@@ -226,9 +226,9 @@ def introduce(messages: list[dict[str, Any]], use: ToolUse) -> list[dict[str, An
 
 
 def arguments_of(text: str) -> Any:
-    """A call's arguments as templates want them: an object where they are one."""
+    """A call's arguments as templates want them: an object where they are one, an empty one for nothing and null."""
     try:
         value = msgspec.json.decode(text) if text.strip() else {}
     except (msgspec.DecodeError, RecursionError):
         return text
-    return value
+    return {} if value is None else value

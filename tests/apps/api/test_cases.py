@@ -254,6 +254,11 @@ TOLD: dict[str, Any] = {
         {"role": "assistant", "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "sun"}]},
     ],
+    "null as arguments": [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": " null"}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": None},
+    ],
     "null of a user": [{"role": "user", "content": None}],
     "empty parts": [{"role": "user", "content": []}],
     "null of an assistant": [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}],
