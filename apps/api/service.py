@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from apps.accounts.principal import Principal
+from apps.accounts.quota import Quota
 from apps.api import plan
 from apps.api.schema.base import explain
 from apps.api.schema.generation import ChatBody
@@ -31,14 +33,16 @@ async def chat_job(
     params: Mapping[str, Any] | None = None,
     *,
     continue_final: bool = False,
-    caller: Principal | None = None,
+    quotas: tuple[Quota, ...] = (),
 ) -> Job:
     """The job that answers a conversation, checked exactly as ``POST /v1/chat/completions`` does.
+
+    Whether somebody may use the model is for whoever calls this to say.
 
     Args:
         params: further fields of that endpoint's body (``temperature``, ``max_tokens``, ...).
         continue_final: the answer goes on where the last message, an assistant's, ends.
-        caller: whose rights on models count; without one all models may be used.
+        quotas: of whom it is for; an answer whose length is not asked for keeps within them.
 
     Raises:
         ApiError: the request is wrong, or can not be prepared now.
@@ -48,7 +52,6 @@ async def chat_job(
         body = msgspec.convert(raw, ChatBody)
     except msgspec.ValidationError as exc:
         raise explain(str(exc)) from None
-    made = await plan.chat(
-        body, caller or _SITE, endpoint="chat-ui", request_id=request_id, continue_final=continue_final
-    )
+    caller = replace(_SITE, quotas=quotas)
+    made = await plan.chat(body, caller, endpoint="chat-ui", request_id=request_id, continue_final=continue_final)
     return made.jobs[0]

@@ -31,7 +31,7 @@ from django.utils import timezone
 
 from apps.accounts.limits import LimitExceeded, limiter_of
 from apps.accounts.quota import Quota
-from apps.api.errors import ApiError
+from apps.api.errors import ApiError, from_refusal
 from apps.api.service import chat_job
 from apps.chat import turns, writing
 from apps.chat.models import Message
@@ -162,8 +162,9 @@ class Recorder:
                 if name in turn.conversation.settings
             }
             job = await chat_job(
-                recording.request_id, turn.answer.model, messages, params, continue_final=turn.continues
-            )
+                recording.request_id, turn.answer.model, messages, params,
+                continue_final=turn.continues, quotas=caller.quotas,
+            )  # fmt: skip
         except ApiError as exc:
             await self._end(recording, State.FAILED, "refused", exc.message, exc.code or "invalid")
             return
@@ -255,7 +256,8 @@ class Recorder:
         except NotFound:
             await self._end(recording, State.FAILED, "interrupted", _INTERRUPTED, "interrupted")
         except Refused as exc:
-            await self._end(recording, State.FAILED, "refused", str(exc), _code(exc))
+            code = from_refusal(exc, "", 0.0).code or "refused"
+            await self._end(recording, State.FAILED, "refused", str(exc), code)
         except StoreUnavailable:
             await self._end(recording, State.FAILED, "unavailable", _UNAVAILABLE, "store_unavailable")
         except asyncio.CancelledError:
@@ -367,11 +369,6 @@ class Recorder:
 def _final(message_id: uuid.UUID) -> dict[str, Any]:
     message = Message.objects.get(id=message_id)
     return message_json(message, sibling_ids(message))
-
-
-def _code(exc: Refused) -> str:
-    names = {"Overloaded": "overloaded", "NotServing": "model_unavailable", "UnknownModel": "model_not_found"}
-    return names.get(type(exc).__name__, "refused")
 
 
 _INTERNAL = "Something went wrong on the server."

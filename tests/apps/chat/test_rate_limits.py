@@ -95,6 +95,18 @@ async def test_a_message_that_can_never_fit_says_so(deploy: Deploy, ada: Any) ->
         await socket.disconnect(timeout=TIMEOUT)
 
 
+async def test_an_answer_whose_length_is_left_open_keeps_within_the_limit(deploy: Deploy, ada: Any) -> None:
+    """It was refused, as asking for all that the context holds."""
+    gateway, _ = await deploy().both()
+    await sync_to_async(UserLimits.objects.create)(user=ada, max_tokens_per_request=5)
+    with runtime.replaced(gateway):
+        socket = await open_chat(ada)
+        answer = await answer_of(socket, "one")
+        assert (answer["state"], answer["error"]) == (Message.State.COMPLETE, "")
+        assert answer["stats"]["generated_tokens"] <= 5
+        await socket.disconnect(timeout=TIMEOUT)
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [(0.01, "1 second"), (1.2, "2 seconds"), (89, "89 seconds"), (100, "2 minutes"), (5000, "84 minutes"),
