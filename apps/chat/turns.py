@@ -12,7 +12,7 @@ from typing import Any
 from django.db import IntegrityError, transaction
 from django.utils import timezone
 
-from apps.chat.models import TEXT_LIMIT, Conversation, Message
+from apps.chat.models import TEXT_LIMIT, Conversation, Message, branch
 from apps.chat.services import ChatError, Missing, create_conversation, get_conversation, get_message, parse_id
 
 Role, State = Message.Role, Message.State
@@ -179,15 +179,10 @@ def prompt_messages(turn: Turn) -> list[dict[str, str]]:
     """
     conversation, answer = turn.conversation, turn.answer
     by_id = {message.id: message for message in conversation.messages.all()}
-    path: list[Message] = []
-    at = answer.parent_id
-    while at is not None and at in by_id:
-        path.append(by_id[at])
-        at = by_id[at].parent_id
     messages: list[dict[str, str]] = []
     if system := conversation.settings.get("system"):
         messages.append({"role": "system", "content": system})
-    for message in reversed(path):
+    for message in branch(by_id, answer.parent_id):
         if message.role == Role.USER:
             if messages and messages[-1]["role"] == "user":
                 messages[-1]["content"] += "\n\n" + message.text
