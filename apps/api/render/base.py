@@ -119,3 +119,21 @@ class Stamped:
 
     def stamp(self, seq: int) -> bytes:
         return b"id: %d\n" % seq if self.resumable else b""
+
+
+class Chunked(Stamped):
+    """What OpenAI's two classic streams share: constant bytes around every choice, and the usage at the end."""
+
+    def __init__(self, generation: Generation, kind: str) -> None:
+        super().__init__(generation)
+        self.generation = generation
+        plan = self.plan = generation.plan
+        head = dump({"id": plan.id, "object": kind, "created": plan.created, "model": plan.model})
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._usage = bool(plan.options.include_usage)
+        self._tail = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
+
+    def end(self) -> bytes:
+        if not self._usage:
+            return DONE
+        return self._head + b'],"usage":' + dump(self.generation.usage().to_dict()) + b"}\n\n" + DONE

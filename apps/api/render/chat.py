@@ -6,21 +6,15 @@ from typing import Any
 
 from apps.api.choices import Choice, Delta
 from apps.api.generation import Generation
-from apps.api.render.base import DONE, Stamped, chat_logprobs, dump
+from apps.api.render.base import Chunked, chat_logprobs, dump
 from apps.api.toolparse import CallDelta
 
 
-class ChatRenderer(Stamped):
+class ChatRenderer(Chunked):
     """OpenAI's chat completions."""
 
     def __init__(self, generation: Generation) -> None:
-        super().__init__(generation)
-        self.generation = generation
-        plan = self.plan = generation.plan
-        head = dump({"id": plan.id, "object": "chat.completion.chunk", "created": plan.created, "model": plan.model})
-        self._head = b"data: " + head[:-1] + b',"choices":['
-        self._usage = bool(plan.options.include_usage)
-        self._tail = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
+        super().__init__(generation, "chat.completion.chunk")
         self._open = [
             self._head + b'{"index":%d,"delta":{"content":' % index for index in range(len(generation.choices))
         ]
@@ -42,11 +36,6 @@ class ChatRenderer(Stamped):
         if delta.finish is not None:
             out.append(self._event(index, {}, None, delta.finish))
         return b"".join(stamp + event for event in out)
-
-    def end(self) -> bytes:
-        if not self._usage:
-            return DONE
-        return self._head + b'],"usage":' + dump(self.generation.usage().to_dict()) + b"}\n\n" + DONE
 
     def _event(
         self, index: int, content: dict[str, Any], delta: Delta | None = None, finish: str | None = None

@@ -6,20 +6,14 @@ from typing import Any
 
 from apps.api.choices import Choice, Delta
 from apps.api.generation import Generation
-from apps.api.render.base import DONE, Stamped, dump, text_logprobs
+from apps.api.render.base import Chunked, dump, text_logprobs
 
 
-class CompletionRenderer(Stamped):
+class CompletionRenderer(Chunked):
     """OpenAI's completions, with echo, several prompts and best_of."""
 
     def __init__(self, generation: Generation) -> None:
-        super().__init__(generation)
-        self.generation = generation
-        plan = self.plan = generation.plan
-        head = dump({"id": plan.id, "object": "text_completion", "created": plan.created, "model": plan.model})
-        self._head = b"data: " + head[:-1] + b',"choices":['
-        self._usage = bool(plan.options.include_usage)
-        self._tail = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
+        super().__init__(generation, "text_completion")
         self._open = [self._head + b'{"index":%d,"text":' % index for index in range(len(generation.choices))]
         self._close = b',"logprobs":null,"finish_reason":null}' + self._tail
         self._offsets = [len(choice.echo) for choice in generation.choices]
@@ -42,11 +36,6 @@ class CompletionRenderer(Stamped):
             "finish_reason": delta.finish,
         }
         return stamp + self._head + dump(choice) + self._tail
-
-    def end(self) -> bytes:
-        if not self._usage:
-            return DONE
-        return self._head + b'],"usage":' + dump(self.generation.usage().to_dict()) + b"}\n\n" + DONE
 
     def _logprobs(self, index: int, entries: list[Any]) -> dict[str, Any] | None:
         plan = self.plan
