@@ -294,7 +294,10 @@ class ChatConsumer(StreamingWebSocketConsumer):
                 )
                 pause = max(MIN_PAUSE, RENDER_SHARE * recording.render_seconds)
                 await asyncio.sleep(max(0.0, begin + pause - time.monotonic()))
-            await recording.wait_change(version)
+            with contextlib.suppress(TimeoutError):
+                # Not for longer: the session may end while nothing changes, as in a queue.
+                async with asyncio.timeout(ASK_AGAIN):
+                    await recording.wait_change(version)
 
     # -- helpers -----------------------------------------------------------------------------
 
