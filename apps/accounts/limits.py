@@ -7,7 +7,8 @@ A request holds a *lease* from admission to its end::
         ...                     # generate
         lease.used = prompt + generated
 
-Leaving the block, in whatever way, gives the lease back. That is left to a task
+Leaving the block, in whatever way, gives the lease back; that of a request which
+goes on without its reader, when the request has ended. That is left to a task
 of the limiter's own: the task that served a client may be the one being killed.
 Leases of a server without a heartbeat do not count.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -79,13 +80,16 @@ class Lease:
 
     Attributes:
         headers: ``x-ratelimit-*``, for the reply; empty where nothing is limited.
+        rest: set where the request may go on when the block has been left: waits for its end
+            and gives what it has used in all.
     """
 
-    __slots__ = ("headers", "used")
+    __slots__ = ("headers", "rest", "used")
 
     def __init__(self, reserved: int, headers: dict[str, str]) -> None:
         self.used = reserved
         self.headers = headers
+        self.rest: Callable[[], Awaitable[int]] | None = None
 
 
 class Limiter:
@@ -106,6 +110,8 @@ class Limiter:
         self._prefix = prefix
         self._server = server
         self._releases: set[asyncio.Task[None]] = set()
+        self._followed: set[asyncio.Task[None]] = set()
+        self._stopped = False
 
     @property
     def pending(self) -> int:
@@ -116,6 +122,13 @@ class Limiter:
         """Until every lease that was let go has been given back (or given up)."""
         while self._releases:
             await asyncio.gather(*self._releases, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Follow nothing any longer: what is not over counts with what is known to be used."""
+        self._stopped = True
+        for task in self._followed:
+            task.cancel()
+        await asyncio.gather(*self._followed, return_exceptions=True)
 
     @asynccontextmanager
     async def hold(
@@ -153,7 +166,22 @@ class Limiter:
         try:
             yield lease
         finally:
-            self._release(metered, name, max(0, lease.used))
+            if lease.rest is None or self._stopped:
+                self._release(metered, name, max(0, lease.used))
+            else:
+                self._follow(metered, name, lease, lease.rest)
+
+    def _follow(self, quotas: Sequence[Quota], name: str, lease: Lease, rest: Callable[[], Awaitable[int]]) -> None:
+        """Keep the lease until the request has ended."""
+
+        async def wait() -> None:
+            lease.used = await rest()
+
+        task = asyncio.create_task(wait(), name=f"follow {name}")
+        self._followed.add(task)
+        task.add_done_callback(self._followed.discard)
+        # Not in the task, which may be cancelled before it has begun.
+        task.add_done_callback(lambda _: self._release(quotas, name, max(0, lease.used)))
 
     def _acquire(self, quotas: Sequence[Quota], name: str, reserve: int) -> asyncio.Future[Any]:
         amounts = [n for q in quotas for n in (q.requests, q.tokens, q.concurrent, q.day_tokens)]
@@ -191,6 +219,12 @@ def limiter_of(gateway: Any) -> Limiter:
     if gateway not in _limiters:
         _limiters[gateway] = Limiter(gateway.redis, gateway.config.redis_prefix, gateway.id)
     return _limiters[gateway]
+
+
+async def stop(gateway: Any) -> None:
+    """Before a gateway stops: its limiter gives back what it still follows."""
+    if (limiter := _limiters.get(gateway)) is not None:
+        await limiter.stop()
 
 
 def _headers(quotas: Sequence[Quota], reply: Sequence[Any]) -> dict[str, str]:

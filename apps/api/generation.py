@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -14,9 +17,12 @@ from apps.api.choices import Choice, Delta, Usage
 from apps.api.errors import ApiError, from_detached, from_outcome, from_refusal, header_pairs, over_limit
 from apps.api.plan import Plan
 from inference.errors import Refused, StoreUnavailable
-from inference.gateway import Detached, RequestEnded, RequestSpec, RequestStream, StreamGroup
+from inference.gateway import Detached, Gateway, RequestEnded, RequestSpec, RequestStream, StreamGroup
 from inference.lifecycle import Outcome
 from inference.messages import Frame
+
+FOLLOW_INTERVAL = 1.0
+"""Seconds between looks at a request of a limited caller that goes on without a reader."""
 
 
 class Generation:
@@ -91,6 +97,9 @@ class Generation:
     ) -> None:
         usage = self.usage()
         self._settle_lease(usage.prompt + usage.completion)
+        if self._lease is not None and self.plan.resumable and not self.done:
+            ids = [stream.id for stream in self.streams]
+            self._lease.rest = partial(_used_in_all, deps.gateway(), ids, usage)
         await self._stack.__aexit__(kind, exc, trace)
 
     def _settle_lease(self, used: int) -> None:
@@ -179,3 +188,24 @@ async def wait_hint(model: str, exc: BaseException) -> float:
         return float(await deps.gateway().retry_after(model))
     except (StoreUnavailable, Refused):
         return 2.0
+
+
+async def _used_in_all(gateway: Gateway, ids: Sequence[str], known: Usage) -> int:
+    """Wait until requests that may go on without their reader have ended; gives the tokens of all of them.
+
+    ``known`` is what this reader has seen, and counts where the end is remembered no more.
+    """
+    generated = 0
+    for request_id in ids:
+        while True:
+            try:
+                if await gateway.view(request_id) is None:
+                    ending = await gateway.ending(request_id)
+                    break
+            except StoreUnavailable:
+                pass  # asked again, as long as this server runs
+            await asyncio.sleep(FOLLOW_INTERVAL)
+        if ending is None:
+            return known.prompt + known.completion
+        generated += ending.generated_tokens
+    return known.prompt + generated

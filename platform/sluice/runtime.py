@@ -188,6 +188,9 @@ async def stop(timeout: float) -> None:
     candidate, _gateway, _started, _start_lock = _gateway, None, False, None
     usage, _usage = _usage, None
     if candidate is not None:
+        from apps.accounts import limits
+
+        await limits.stop(candidate)
         await candidate.stop(timeout)
         if usage is not None:
             await usage.stop()  # last, so that what the gateway has just ended is recorded too

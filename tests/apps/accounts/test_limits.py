@@ -18,6 +18,7 @@ from apps.accounts.quota import Quota, quota_for
 from inference.embedded import EmbeddedValkey
 from inference.errors import ConfigError, StoreUnavailable
 from inference.redisio import Commander, connect
+from tests.support import eventually
 
 PREFIX = "sluice:"
 
@@ -203,6 +204,36 @@ async def test_cancelled_at_every_step_leaves_no_lease(server: Any, redis: Any) 
             await task
         await limiter.wait_released()
         assert await redis.hgetall(f"{PREFIX}limit:leases:key:ab") == {}, steps
+
+
+async def test_a_request_that_goes_on_keeps_its_lease_until_it_ends_or_its_server_stops(
+    server: Any, redis: Any
+) -> None:
+    limiter = await server("s-1")
+    quotas = [key(concurrent=1, day_tokens=100)]
+    over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def leave(name: str) -> None:
+        async with limiter.hold(quotas, name, prompt_tokens=1, max_tokens=29) as lease:
+            lease.used, lease.rest = 5, lambda: over
+
+    async def used(tokens: int) -> None:
+        async def counted() -> bool:
+            return int(await redis.hget(f"{PREFIX}limit:day:key:ab", "used") or 0) == tokens
+
+        await eventually(counted, what=f"{tokens} tokens are counted")
+
+    await leave("a")
+    with pytest.raises(LimitExceeded):
+        await take(limiter, quotas, "b")
+    over.set_result(20)
+    await used(20)
+    over = asyncio.get_running_loop().create_future()
+    await leave("c")
+    await limiter.stop()
+    await used(25)
+    await leave("d")
+    await used(30)
 
 
 async def test_lease_is_given_back_when_redis_is_back(fresh_valkey: Callable[[], EmbeddedValkey]) -> None:
