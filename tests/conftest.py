@@ -20,6 +20,7 @@ os.environ.setdefault("SLUICE_DEBUG", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "true")  # it would ask for prices in a thread, and log at the end
 os.environ.pop("REDIS_URL", None)
 
 import django  # noqa: E402
