@@ -51,7 +51,8 @@ class Generation:
         self.streams: list[RequestStream] = []
         self._stack = AsyncExitStack()
         self._group = StreamGroup([])
-        self.started = time.monotonic()
+        self.started = self._told = time.monotonic()
+        self._ping_interval = deps.config().ping_interval
         self.first_token: float | None = None
 
     async def __aenter__(self) -> Self:
@@ -145,7 +146,10 @@ class Generation:
                 if not out:
                     raise
                 self._broken = exc  # with the next call: what was made before it comes first
-            if out or not batch or self.done:
+            now = time.monotonic()
+            # What is held back (a call of no use, blanks) must not be silence: the core saw no need for a ping.
+            if out or not batch or self.done or now - self._told >= self._ping_interval:
+                self._told = now
                 return out
 
     def _feed(self, index: int, frame: Frame) -> Delta | None:

@@ -34,7 +34,8 @@ class Reattached(Generation):
         self._lease = None
         self._stack = AsyncExitStack()
         self.streams = []
-        self.started = time.monotonic()
+        self.started = self._told = time.monotonic()
+        self._ping_interval = deps.config().ping_interval
         self.first_token = None
 
     async def __aenter__(self) -> Self:
