@@ -40,6 +40,7 @@ class State(Base):
             200,
             {
                 "pid": os.getpid(),
+                "client": self.scope["client"],
                 "exchanges": runtime.exchanges.snapshot(),
                 "open": len(runtime.exchanges),
                 "events": events,
@@ -157,7 +158,9 @@ class Sock(StreamingWebSocketConsumer):
 
     async def on_text(self, text: str) -> None:
         verb, *args = text.split()
-        if verb == "echo":
+        if verb == "client":
+            await self.send_text(str(self.scope["client"][0]))
+        elif verb == "echo":
             await self.send_text(" ".join(args))
         elif verb == "fail":
             raise RuntimeError("a secret detail")

@@ -1,13 +1,17 @@
-"""Request targets: a whole address is the path and the host that it names."""
+"""Request targets, where a whole address is the path and the host that it names; the address that a proxy adds."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from twisted.web.http_headers import Headers
+from websockets.asyncio.client import connect
 
+from inference.embedded import EmbeddedValkey
 from sluice.server import target
 from tests.platform.conftest import ServerProcess
 
@@ -75,3 +79,41 @@ def test_a_websocket_may_name_a_whole_address(server: ServerProcess) -> None:
     sock = server.request(head % b"")
     assert sock.recv(20).startswith(b"HTTP/1.1 101 ")
     assert server.request(head % b"?refuse").recv(20).startswith(b"HTTP/1.1 403 ")
+
+
+@pytest.mark.parametrize(
+    ("lines", "believed"),
+    [
+        ([b"203.0.113.7"], b"203.0.113.7"),
+        ([b"127.0.0.1, 203.0.113.7"], b"203.0.113.7"),
+        ([b"127.0.0.1", b"203.0.113.7"], b"203.0.113.7"),
+        ([b"127.0.0.1, 10.0.0.1", b"10.0.0.2,2001:db8::7"], b"2001:db8::7"),
+        ([b"203.0.113.7", b""], b"unknown"),
+        ([b"203.0.113.7, \xff"], b"unknown"),
+    ],
+)
+def test_the_nearest_proxy_says_who_calls(lines: list[bytes], believed: bytes) -> None:
+    asked = request(b"/", b"own")
+    asked.requestHeaders.setRawHeaders(b"x-forwarded-for", lines)
+    target.believe_nearest(asked)
+    assert asked.requestHeaders.getRawHeaders(b"x-forwarded-for") == [believed]
+
+
+async def test_no_client_chooses_the_address_that_it_comes_from(
+    tmp_path: Path, valkey: EmbeddedValkey, var_dir: Path
+) -> None:
+    """Guessing passwords is slowed by address: with a new one for each guess nothing was slowed."""
+    added = {"X-Forwarded-For": "198.51.100.1, 203.0.113.7"}
+    behind = ServerProcess(tmp_path / "log", valkey.url, var_dir, SLUICE_BEHIND_PROXY="1")
+    plain = ServerProcess(tmp_path / "plain", valkey.url, var_dir)
+    try:
+        for server, client in ((behind, "203.0.113.7"), (plain, "127.0.0.1")):
+            server.wait_ready()
+            assert httpx.get(f"{server.url}/state", headers=added).json()["client"][0] == client
+            async with connect(f"ws{server.url.removeprefix('http')}/ws", additional_headers=added) as socket:
+                assert await socket.recv() == "open"
+                await socket.send("client")
+                assert await socket.recv() == client
+    finally:
+        behind.close()
+        plain.close()

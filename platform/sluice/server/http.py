@@ -50,6 +50,8 @@ class SluiceRequest(WebRequest):
         if wrong := target.settle(self):
             self.basic_error(400, b"Bad Request", wrong)
             return None
+        if self.server.config.behind_proxy:
+            target.believe_nearest(self)
         protocols = b",".join(self.requestHeaders.getRawHeaders(b"sec-websocket-protocol", []))
         if not protocols.isascii() or b"%" in protocols:  # it would also decode what is not encoded
             self.basic_error(400, b"Bad Request", "Invalid characters in Sec-WebSocket-Protocol.")

@@ -1,4 +1,4 @@
-"""What a request asks for: the forms of a request's target, and the host it is for (RFC 9112, 3.2)."""
+"""What a request asks for and by way of whom: its target and the host (RFC 9112, 3.2), and what a proxy adds."""
 
 from __future__ import annotations
 
@@ -31,3 +31,16 @@ def settle(request: Any) -> str | None:
     request.path = request.uri.partition(b"?")[0]
     request.requestHeaders.setRawHeaders(b"host", [host])
     return None
+
+
+def believe_nearest(request: Any) -> None:
+    """Leave in ``X-Forwarded-For`` the one address that the proxy in front of this server has put there: the last.
+
+    A proxy adds the caller's address behind what the caller has sent, as a further entry or a further line, and
+    Daphne believes the first: that would be any address the caller likes to have.
+    """
+    if lines := request.requestHeaders.getRawHeaders(b"x-forwarded-for"):
+        last = lines[-1].rpartition(b",")[2].strip()
+        # Never without: what came through a proxy must not seem to come from this machine.
+        address = last if last and last.isascii() else b"unknown"
+        request.requestHeaders.setRawHeaders(b"x-forwarded-for", [address])
