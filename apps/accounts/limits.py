@@ -189,7 +189,7 @@ class Limiter:
 
     def _release(self, quotas: Sequence[Quota], name: str, used: int) -> None:
         # The command is queued here, before the task first runs: it goes out even in a process that is ending.
-        args = [self._prefix, name, used, *(q.tokens for q in quotas)]
+        args = [name, used, *(q.tokens for q in quotas)]
         first = self._redis.script(RELEASE, self._keys(quotas), args)
         task = asyncio.create_task(self._see_released(first, self._keys(quotas), args), name=f"release {name}")
         self._releases.add(task)

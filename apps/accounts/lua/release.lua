@@ -1,12 +1,11 @@
 -- Give back what a request did not use, and count what it did. Harmless when repeated.
 --
--- KEYS as acquire.lua. ARGV 1 key prefix (unused)  2 lease  3 tokens used,
---      then for each subject: tokens/min (0: no limit)
+-- KEYS as acquire.lua. ARGV 1 lease  2 tokens used, then for each subject: tokens/min (0: no limit)
 -- Reply 1 where the lease was there, else 0.
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local day = math.floor(clock[1] / 86400)
-local lease, used = ARGV[2], tonumber(ARGV[3])
+local lease, used = ARGV[1], tonumber(ARGV[2])
 local found = 0
 for i = 1, #KEYS / 4 do
   local k = (i - 1) * 4
@@ -14,7 +13,7 @@ for i = 1, #KEYS / 4 do
   if amount then
     found = 1
     redis.call('HDEL', KEYS[k + 3], lease)
-    local tpm = tonumber(ARGV[3 + i])
+    local tpm = tonumber(ARGV[2 + i])
     local state = redis.call('HMGET', KEYS[k + 2], 'level', 'at')
     if tpm > 0 and state[1] then
       local level = tonumber(state[1]) + math.max(0, now - tonumber(state[2])) * tpm / 60000
