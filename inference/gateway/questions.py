@@ -35,9 +35,6 @@ class Questions:
         """Whether Redis answered last time it was asked."""
         return self._started and self.redis.down_since is None
 
-    def model_known(self, alias: str) -> bool:
-        return alias in self._aliases
-
     @property
     def aliases(self) -> list[str]:
         """Configured aliases, served or not, in order."""
