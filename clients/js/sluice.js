@@ -192,7 +192,7 @@ export class SluiceClient extends EventTarget {
       if (!this.wanted) return; // closed meanwhile
       socket = new WebSocket(this.url, ticket ? [...protocols, `sluice.ticket.${ticket}`] : protocols);
     } catch {
-      this.again();
+      if (this.wanted) this.again();
       return;
     }
     this.socket = socket;

@@ -68,7 +68,8 @@ def test_takes_a_stream_up_again_after_a_lost_connection(contexts: Callable[...,
 MOCKED = """async (options) => {
   const {SluiceClient} = await import('/static/sluice/client/sluice.js');
   window.client = new SluiceClient('/ws/v1/stream', options.ticket ? {
-    ticket: () => window.ticket = new Promise((resolve) => setTimeout(() => resolve(''), 200)) } : {});
+    ticket: () => window.ticket = new Promise(
+      (resolve, reject) => setTimeout(() => options.refused ? reject(new Error()) : resolve(''), 200)) } : {});
   window.events = [];
   const note = (event) => window.events.push(event.type);
   for (const text of options.texts) {
@@ -89,6 +90,11 @@ def test_one_socket_however_much_is_asked_while_a_ticket_is_fetched(page: Any) -
     page.evaluate("() => window.client.close()")
     page.evaluate("() => window.ticket.then(() => new Promise((resolve) => setTimeout(resolve)))")
     assert len(sockets) == 1
+    # So it does where the ticket is refused then.
+    page.evaluate(MOCKED, {"ticket": True, "refused": True, "texts": ["[[say:a]]"]})
+    page.evaluate("() => window.client.close()")
+    page.evaluate("() => window.ticket.catch(() => new Promise((resolve) => setTimeout(resolve)))")
+    assert page.evaluate("window.client.state") == "closed"
 
 
 def test_a_stream_is_taken_up_once_however_fast_the_next_socket_is(contexts: Callable[..., Any], site: Site) -> None:
