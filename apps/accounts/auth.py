@@ -26,7 +26,7 @@ from urllib.parse import parse_qs
 
 from channels.db import database_sync_to_async
 from django.conf import settings
-from django.contrib.auth import get_user, get_user_model
+from django.contrib.auth import get_user
 from django.core.handlers.asgi import ASGIRequest
 from django.db import DatabaseError
 from django.http import HttpRequest, parse_cookie
@@ -38,7 +38,7 @@ from apps.accounts.models import ApiKey, UserLimits
 from apps.accounts.origin import header, origin_allowed
 from apps.accounts.principal import Principal
 from apps.accounts.quota import Quota, quota_for
-from apps.accounts.tickets import issue_ticket, redeem_ticket
+from apps.accounts.tickets import issue_ticket, redeem_ticket, session_user
 
 __all__ = ["Principal", "authenticate", "flush", "issue_ticket", "origin_allowed", "redeem_ticket", "renewed"]
 
@@ -90,10 +90,10 @@ async def renewed(principal: Principal) -> Principal | None:
 
     ``None`` where it would not be let in any more. Answers from memory for as long as
     a key would be believed (see ``keycache``). A session user counts as valid while the
-    account is active: signing out ends the session, and the page that holds the socket
-    with it.
+    account is active and has the same password: signing out ends the session, and the
+    page that holds the socket with it.
     """
-    name = f"still:{principal.owner}"
+    name = f"still:{principal.owner}:{principal.password}"
     known = cache.get(name)
     if known is not None:
         return known
@@ -109,7 +109,7 @@ def _principal_now(principal: Principal) -> Principal | None:
         keys = ApiKey.objects.active().select_related("user")
         key = keys.filter(prefix=principal.owner.removeprefix("key:")).first()
         return None if key is None else key_principal(key)
-    user = get_user_model()._default_manager.filter(pk=principal.user_id, is_active=True).first()
+    user = session_user(principal)
     return None if user is None else user_principal(user)
 
 
@@ -249,6 +249,7 @@ def user_principal(user: Any) -> Principal:
         label=user.get_username(),
         via="session",
         quotas=_user_quota(user),
+        password=user.get_session_auth_hash(),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ class Principal:
         label: a name for people: user name, or key name with its prefix.
         via: ``key`` or ``session``: how the caller proved who it is.
         quotas: what it may use: of the key, and of the user over all keys.
+        password: of a session, Django's hash of the password that it began with; it ends with that password.
     """
 
     owner: str
@@ -36,6 +37,7 @@ class Principal:
     label: str
     via: str = "key"
     quotas: tuple[Quota, ...] = ()
+    password: str = field(default="", repr=False)
 
     def may(self, scope: str) -> bool:
         """Whether the caller holds a scope; ``admin`` includes the others."""
@@ -65,4 +67,5 @@ class Principal:
             label=data["label"],
             via=data["via"],
             quotas=tuple(msgspec.convert(data.get("quotas", []), list[Quota])),
+            password=data.get("password", ""),
         )

@@ -7,10 +7,12 @@ database, where deleting its row is the atomic step that only one server wins.
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 from channels.db import database_sync_to_async
 from django.contrib.auth import get_user_model
 from django.utils import timezone
+from django.utils.crypto import constant_time_compare
 
 from apps.accounts import keyformat
 from apps.accounts.models import ApiKey, Ticket
@@ -29,8 +31,8 @@ async def issue_ticket(principal: Principal, *, seconds: float = TICKET_SECONDS)
 async def redeem_ticket(token: str) -> Principal | None:
     """Who the ticket was issued to; ``None`` if it is unknown, used or too old.
 
-    Rights are those of the moment of issue, except that a user disabled or a key
-    revoked since then is refused.
+    Rights are those of the moment of issue, except that a user disabled, a password
+    changed or a key revoked since then is refused.
     """
     if len(token) != keyformat.SECRET_LENGTH or not token.isascii():
         return None
@@ -55,7 +57,14 @@ def _redeem(digest: str) -> Principal | None:
 
 
 def account_active(principal: Principal) -> bool:
-    """Whether the key has not been revoked and has not expired, or the user is active. Asks the database."""
+    """Whether the key has not been revoked and has not expired, or the session's user is as then. Asks the database."""
     if principal.via == "key":
         return ApiKey.objects.active().filter(prefix=principal.owner.removeprefix("key:")).exists()
-    return get_user_model().objects.filter(pk=principal.user_id, is_active=True).exists()
+    return session_user(principal) is not None
+
+
+def session_user(principal: Principal) -> Any:
+    """The user of a session, ``None`` where disabled or with another password than then. Asks the database."""
+    user: Any = get_user_model()._default_manager.filter(pk=principal.user_id, is_active=True).first()
+    same = user is not None and constant_time_compare(user.get_session_auth_hash(), principal.password)
+    return user if same else None

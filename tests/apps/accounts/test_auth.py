@@ -254,6 +254,28 @@ async def test_open_socket_is_told_when_its_caller_is_no_longer_valid() -> None:
     assert await renewed(by_session) is None
 
 
+async def test_new_password_ends_open_sockets_and_tickets_of_the_sessions_before() -> None:
+    """Whoever had stolen a session went on generating on a socket, for as long as that stayed open."""
+    user = await sync_to_async(make_user)()
+    made = await make_key(user=user)
+    by_key = await authenticate(http(headers=bearer(made.secret)))
+    cookie, _ = await sync_to_async(signed_in)(user)
+    before = await authenticate(http("GET", {"Cookie": cookie}))
+    assert by_key is not None and before is not None
+    ticket = await issue_ticket(before)
+    assert await redeem_ticket(await issue_ticket(before)) == before
+    user.set_password("another good password")
+    await user.asave()
+    cookie, _ = await sync_to_async(signed_in)(user)
+    after = await authenticate(http("GET", {"Cookie": cookie}))
+    # The one with the new password is remembered by now, and must not stand for the one before.
+    assert after is not None and await renewed(after) == after
+    assert await renewed(before) is None
+    assert await redeem_ticket(ticket) is None
+    assert await renewed(by_key) == by_key
+    assert before.password not in repr(before)
+
+
 async def test_open_socket_has_the_rights_and_limits_of_now() -> None:
     boss = await sync_to_async(make_user)("boss", is_superuser=True)
     made = await make_key(user=boss, scopes=["generate", "read", "admin"])
