@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument(
         "--length",
         type=int,
-        default=128,
+        default=48,
         help="tokens per answer; the shorter, the more weighs that ours start and end in turn, so that "
         "no running stream pauses",
     )
