@@ -11,8 +11,10 @@ import msgspec
 from channels.db import database_sync_to_async
 from django.contrib.auth import get_user_model
 from django.core.exceptions import SuspiciousOperation
+from django.db import DatabaseError
 from django.http import QueryDict
 
+from apps.accounts.auth import authenticate
 from apps.accounts.principal import Principal
 from apps.inflight.feed import Feed
 from apps.inflight.query import Query
@@ -25,8 +27,10 @@ logger = logging.getLogger(__name__)
 
 INTERVAL = 1.0
 """Seconds between updates of one page, at least."""
+ASK_AGAIN = 5.0
+"""Seconds after which it is asked whether who looks may still do so."""
 LIFETIME = 120.0
-"""Seconds after which the browser connects anew, and is asked again who it is."""
+"""Seconds after which the browser connects anew."""
 
 
 class InflightEvents(StreamingHttpConsumer):
@@ -46,15 +50,28 @@ class InflightEvents(StreamingHttpConsumer):
             raise HttpError(503, str(exc), code="unavailable", retry_after=2) from exc
         await self.start_sse()
         await self._event(message)
-        ends = time.monotonic() + LIFETIME
+        asked = time.monotonic()
+        ends = asked + LIFETIME
         while time.monotonic() < ends and not runtime.status.leaving:
             await asyncio.sleep(INTERVAL)
+            if time.monotonic() - asked >= ASK_AGAIN:
+                if not await self._still_may():
+                    break  # the browser connects anew, and is told
+                asked = time.monotonic()
             try:
                 await self._event(await feed.update())
             except SluiceError as exc:
                 # The page stays open and says so; the next round tries again.
                 await self._event({"problem": str(exc)})
         await self._event({"bye": True})
+
+    async def _still_may(self) -> bool:
+        """Whether the key, or the session and its user's permission, are still good."""
+        try:
+            principal = await authenticate(self.scope)
+            return principal is not None and principal.is_staff and await may_view(principal)
+        except DatabaseError:
+            return False
 
     async def _event(self, message: dict[str, Any]) -> None:
         await self.send_sse_bytes(b"data: " + msgspec.json.encode(message) + b"\n\n")

@@ -154,6 +154,32 @@ async def test_who_may_listen(bench: Bench, browser_of: Callable[..., Any]) -> N
             assert await status(stream) == wanted
 
 
+@pytest.mark.parametrize("what", ["permission", "staff", "signed out", "key"])
+async def test_stream_ends_with_the_right_to_see_it(
+    bench: Bench, browser_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Whoever was let in once went on seeing everybody's requests for two minutes."""
+    monkeypatch.setattr(consumers, "ASK_AGAIN", 0.1)
+    viewer = await browser_of("viewer", "view_inflight")
+    made = await sync_to_async(account_services.create_key)(None, name="x", scopes=["admin"])
+    key = [(b"authorization", f"Bearer {made.secret}".encode())]
+    async with opened(AsyncClient() if what == "key" else viewer, headers=key if what == "key" else ()) as stream:
+        assert await status(stream) == 200
+        source = events(stream)
+        for _ in range(10):  # asked meanwhile, and still let see
+            assert "now" in await anext(source)
+        if what == "permission":
+            await viewer.user.user_permissions.aclear()
+        elif what == "staff":
+            viewer.user.is_staff = False
+            await viewer.user.asave()
+        elif what == "signed out":
+            await viewer.alogout()
+        else:
+            await sync_to_async(account_services.revoke_key)(None, made.key)
+        assert [m async for m in source][-1] == {"bye": True}
+
+
 async def test_stream_ends_when_the_server_leaves_and_after_its_lifetime(
     bench: Bench, boss: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
