@@ -380,3 +380,68 @@ def test_a_stop_while_the_answer_cannot_be_watched_is_not_lost(contexts: Callabl
     assert "Stopped." in last_answer(other).locator(".notice").inner_text()
     wait_done(page)
     site.wait_quiet(2.0)
+
+
+class Models:
+    """A page's socket on which no model runs at first, and its questions for them, answered by the test."""
+
+    def __init__(self, page: Any) -> None:
+        self.asked = self.sockets = 0
+        self.socket: Any = None
+        self.known: dict[str, Any] = {}
+        page.route_web_socket("**/ws/chat", self._opened)
+
+    def _opened(self, socket: Any) -> None:
+        self.socket = socket
+        self.sockets += 1
+        server = socket.connect_to_server()
+        server.on_message(self._said)
+        socket.on_message(lambda raw: self._asked(server, raw))
+
+    def _said(self, raw: str) -> None:
+        message = json.loads(raw)
+        if message["type"] == "hello":
+            self.known = message
+            self.say(type="hello", models=[{**model, "ready": False} for model in message["models"]])
+        else:
+            self.socket.send(raw)
+
+    def _asked(self, server: Any, raw: str) -> None:
+        if json.loads(raw)["type"] == "models":
+            self.asked += 1
+        else:
+            server.send(raw)
+
+    def say(self, **changes: Any) -> None:
+        self.socket.send(json.dumps({**self.known, **changes}))
+
+
+def test_the_page_asks_for_the_models_again_whatever_it_is_told(contexts: Callable[..., Any], site: Site) -> None:
+    """Soon while none runs, once a minute otherwise, and also where the answer was an error or none at all."""
+    page = contexts(site).new_page()
+    page.clock.install()
+    models = Models(page)
+
+    def a_minute() -> None:
+        for _ in range(6):
+            page.clock.run_for(10_000)
+            models.socket.send(json.dumps({"type": "pong"}))  # silent for longer, it would be given up
+            page.evaluate("() => 0")
+
+    page.goto("/")
+    page.wait_for_function("() => document.querySelector('#model').textContent.includes('not running')")
+    page.clock.run_for(3_100)
+    eventually(page, lambda: models.asked == 1)
+    error = {"message": "The database does not answer.", "code": "unavailable"}
+    models.socket.send(json.dumps({"type": "error", "id": None, "error": error}))
+    page.wait_for_function("() => document.querySelector('#connection').textContent.includes('database')")
+    a_minute()
+    eventually(page, lambda: models.asked == 2)  # this one gets no answer
+    a_minute()
+    eventually(page, lambda: models.asked == 3)
+    models.say(type="models")
+    page.wait_for_function("() => !document.querySelector('#model').textContent.includes('not running')")
+    assert page.locator("#connection").is_hidden()
+    a_minute()
+    eventually(page, lambda: models.asked == 4)
+    assert models.sockets == 1
