@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.chat import answer_text, ask, counted, last_answer, say, wait_done, wait_text
 from tests.e2e.conftest import open_chat
 from tests.e2e.site import Site
+from tests.support import eventually_sync
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -195,6 +196,109 @@ def test_answers_go_on_while_another_conversation_is_shown(page: Any) -> None:
     wait_text(page, "alpha0")
     wait_done(page)
     assert answer_text(page) == text
+
+
+def focus(page: Any) -> str:
+    """What of the page holds the focus."""
+    return str(
+        page.evaluate(
+            """() => { const { id, dataset, classList } = document.activeElement;
+            return id || dataset.act || classList[classList.length - 1] || document.activeElement.tagName; }"""
+        )
+    )
+
+
+def wait_focus(page: Any, name: str) -> None:
+    eventually_sync(lambda: focus(page) == name, what=f"the focus on {name}, not on {focus(page)}")
+
+
+def test_focus_goes_on_where_a_message_is_changed(page: Any) -> None:
+    """Someone without a mouse goes on from there, not from the page's beginning."""
+    say(page, "One.", "Old")
+    wait_done(page)
+    edit = page.locator(".message.user [data-act=edit]")
+    for leave in ("Escape", "Tab"):
+        edit.press("Enter")
+        assert focus(page).startswith("edit-")
+        page.keyboard.press(leave)
+        if leave == "Tab":
+            assert focus(page) == "cancel-edit"
+            page.keyboard.press("Enter")
+        assert focus(page) == "edit"
+    page.press("#input", "ArrowUp")
+    page.keyboard.press("Escape")
+    assert focus(page) == "input"
+    edit.press("Enter")
+    page.locator(".editor textarea").fill("New [[say:Two.]]")
+    page.locator(".editor textarea").press("Enter")
+    wait_text(page, "Two.")
+    wait_done(page)
+    assert focus(page) == "input"
+    page.locator(".message.user [data-act=previous]").press("Enter")
+    wait_text(page, "One.")
+    wait_focus(page, "next")  # there is none before it
+    page.keyboard.press("Enter")
+    wait_text(page, "Two.")
+    wait_focus(page, "previous")
+    last_answer(page).locator("[data-act=regenerate]").press("Enter")
+    wait_focus(page, "thread")
+    page.wait_for_selector(".answer .branches:not([hidden])")
+    wait_done(page)
+    # Something else has changed in it: what has the focus keeps it.
+    last_answer(page).locator("[data-act=copy]").focus()
+    with page.expect_response(lambda r: r.request.method == "GET" and "/chat/conversations/" in r.url):
+        other = open_chat(page.context, page.url)
+        say(other, "More.", "Another")
+        wait_done(other)
+    page.wait_for_function("() => document.querySelectorAll('.message').length === 4")
+    assert focus(page) == "copy"
+
+
+def test_focus_returns_to_the_row_whose_menu_was_opened(contexts: Callable[..., Any], site: Site) -> None:
+    site.add_user("keys")
+    page = open_chat(contexts(site, "keys"))
+    for name in ("One", "Two"):
+        say(page, f"{name}.", name)
+        wait_done(page)
+        page.click("#new-chat")
+    page.wait_for_function("() => document.querySelectorAll('.row-item').length === 2")
+
+    def choose(name: str, down: int) -> None:
+        page.locator(".row-item", has_text=name).locator(".more").press("Enter")
+        for _ in range(down):
+            page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+
+    def on_row(name: str) -> bool:
+        return bool(
+            page.evaluate(
+                "name => document.activeElement.matches('.more')"
+                " && document.activeElement.closest('.row-item').textContent.includes(name)",
+                name,
+            )
+        )
+
+    choose("One", 0)
+    assert focus(page) == "rename-input"
+    page.keyboard.press("Escape")
+    eventually_sync(lambda: on_row("One"), what="back at the row")
+    choose("One", 0)
+    page.fill("#rename-input", "Three")
+    page.keyboard.press("Enter")
+    eventually_sync(lambda: on_row("Three"), what="back at the renamed row")
+    choose("Three", 1)
+    page.wait_for_selector(".pinned:not([hidden])")
+    eventually_sync(lambda: on_row("Three"), what="back at the pinned row")
+    choose("Three", 4)
+    page.wait_for_selector("#confirm[open]")
+    assert page.evaluate("document.activeElement.textContent") == "Keep"
+    page.keyboard.press("Enter")
+    eventually_sync(lambda: on_row("Three"), what="back at the row that was kept")
+    choose("Three", 4)
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelectorAll('.row-item').length === 1")
+    wait_focus(page, "list")
 
 
 def test_ui_04_markup_is_text_and_no_script_runs(page: Any, site: Site) -> None:

@@ -85,9 +85,23 @@ function show(detail) {
 }
 
 function draw() {
-  $("messages").replaceChildren(...views.map((view) => view.element));
+  keepFocus(() => $("messages").replaceChildren(...views.map((view) => view.element)));
   $("empty").hidden = views.length > 0;
   answeringChanged();
+}
+
+/** Change the thread; the focus, if it was in there, goes on to the same control of the same place. */
+function keepFocus(change) {
+  const held = document.activeElement;
+  const at = [...$("messages").children].indexOf(held?.closest(".message"));
+  change();
+  if (at < 0) return;
+  const message = $("messages").children[at];
+  const { act } = held.dataset;
+  const turned = { previous: "next", next: "previous" }[act]; // at its end an arrow can not be pressed
+  const alike = [act, turned].map((name) => name && message?.querySelector(`[data-act=${name}]`));
+  const next = [held, ...alike, $("thread")].find((each) => each?.checkVisibility() && !each.disabled);
+  if (next !== document.activeElement) next.focus({ preventScroll: true });
 }
 
 function fresh(push = true) {
@@ -210,7 +224,7 @@ function regenerate(view) {
 }
 
 function continueAnswer(view) {
-  view.update({ ...view.data, state: "streaming", cut: false, content: null });
+  keepFocus(() => view.update({ ...view.data, state: "streaming", cut: false, content: null }));
   start({ op: "continue", message: view.data.id }, view);
 }
 

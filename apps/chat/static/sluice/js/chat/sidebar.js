@@ -15,6 +15,7 @@ export class Sidebar {
     $("list").addEventListener("click", (event) => this.clicked(event));
     $("row-menu").addEventListener("click", (event) => this.chosen(event));
     $("row-menu").addEventListener("keydown", arrows);
+    $("row-menu").addEventListener("toggle", (event) => event.newState === "closed" && this.back());
     $("account-menu").addEventListener("keydown", arrows);
     $("new-chat").addEventListener("click", () => hooks.fresh());
     $("search").addEventListener("input", () => this.search());
@@ -65,7 +66,8 @@ export class Sidebar {
 
   draw() {
     const list = $("list");
-    const focused = document.activeElement?.closest?.(".row-item")?.dataset.id;
+    const held = list.contains(document.activeElement) ? document.activeElement : null;
+    const row = held?.closest(".row-item")?.dataset.id;
     list.replaceChildren();
     for (const [name, items] of sections(this.items, Boolean(this.query))) {
       const heading = document.createElement("h2");
@@ -83,7 +85,7 @@ export class Sidebar {
       button.addEventListener("click", () => this.loadMore().catch((error) => announce(error.message)));
       list.append(button);
     }
-    if (focused) list.querySelector(`[data-id="${focused}"] a`)?.focus();
+    if (held) (list.querySelector(`[data-id="${row}"] ${held.matches(".more") ? ".more" : "a"}`) ?? list).focus();
   }
 
   row(item) {
@@ -148,9 +150,21 @@ export class Sidebar {
 
   async rename(item) {
     $("rename-input").value = item.title;
-    if ((await ask($("rename"))) !== "ok") return;
+    if ((await this.ask("rename")) !== "ok") return;
     const title = $("rename-input").value.trim();
     if (title) await this.change(item, { title });
+  }
+
+  async ask(id) {
+    const said = await ask($(id));
+    this.back();
+    return said;
+  }
+
+  /** To the row that the menu was of, where the button that opened it has been drawn anew meanwhile. */
+  back() {
+    if (!this.menuFor || document.activeElement !== document.body) return;
+    ($("list").querySelector(`[data-id="${this.menuFor.id}"] .more`) ?? $("list")).focus();
   }
 
   async change(item, changes) {
@@ -165,7 +179,7 @@ export class Sidebar {
 
   async remove(item) {
     $("confirm-name").textContent = item.title;
-    if ((await ask($("confirm"))) !== "ok") return;
+    if ((await this.ask("confirm")) !== "ok") return;
     try {
       await call("DELETE", `conversations/${item.id}`);
     } catch (error) {

@@ -96,6 +96,7 @@ export class MessageView {
 
   edit() {
     if (this.editor || this.answer) return;
+    this.opener = document.activeElement;
     const form = (this.editor = stamp("t-edit"));
     const area = form.querySelector("textarea");
     area.id = `edit-${this.data.id}`;
@@ -107,7 +108,7 @@ export class MessageView {
     const send = () => {
       const text = area.value;
       if (!text.trim()) return;
-      this.endEdit();
+      this.endEdit($("input"));
       this.actions.edited(this, text);
     };
     form.addEventListener("submit", (event) => {
@@ -123,18 +124,19 @@ export class MessageView {
         event.preventDefault();
         event.stopPropagation();
         this.endEdit();
-        $("input").focus();
       }
     });
     area.focus();
     area.setSelectionRange(area.value.length, area.value.length);
   }
 
-  endEdit() {
+  /** Show the message again; the focus goes where it came from, or to `next`. */
+  endEdit(next = this.opener) {
     this.editor?.remove();
     this.editor = null;
     this.content.hidden = false;
     this.element.querySelector(".actions").hidden = false;
+    next?.focus();
   }
 }
 
