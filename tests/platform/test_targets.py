@@ -110,6 +110,8 @@ async def test_no_client_chooses_the_address_that_it_comes_from(
         for server, client in ((behind, "203.0.113.7"), (plain, "127.0.0.1")):
             server.wait_ready()
             assert httpx.get(f"{server.url}/state", headers=added).json()["client"][0] == client
+            odd = [(b"X-Forwarded-For", b"203.0.113.7"), (b"X-Forwarded-Proto", b"\xff")]
+            assert httpx.get(f"{server.url}/state", headers=odd).status_code == 200
             async with connect(f"ws{server.url.removeprefix('http')}/ws", additional_headers=added) as socket:
                 assert await socket.recv() == "open"
                 await socket.send("client")

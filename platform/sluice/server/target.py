@@ -44,3 +44,5 @@ def believe_nearest(request: Any) -> None:
         # Never without: what came through a proxy must not seem to come from this machine.
         address = last if last and last.isascii() else b"unknown"
         request.requestHeaders.setRawHeaders(b"x-forwarded-for", [address])
+    if not b"".join(request.requestHeaders.getRawHeaders(b"x-forwarded-proto", [])).isascii():
+        request.requestHeaders.removeHeader(b"x-forwarded-proto")  # no proxy's; Daphne would fail on it
