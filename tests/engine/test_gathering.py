@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from inference.engine.transformers import TransformersEngine
+from inference.engine.transformers import TransformersEngine, gathering
 from inference.engine.transformers.gathering import LONGEST, QUIET, Gathering
 from inference.engine.transformers.generation import Generation
 from inference.engine.transformers.scheduler import Pace
@@ -50,14 +51,39 @@ async def test_nothing_is_waited_for_before_a_step_is_known() -> None:
     assert seen.groups == [["a"]]
 
 
-async def test_arrivals_without_end_do_not_hold_the_first() -> None:
-    """Each arrives well within the quiet time of the one before; only the limit ends the wait."""
-    seen = Departures(step=0.4 / LONGEST)
-    async with asyncio.timeout(20):
-        while not seen.groups:
-            seen.gathering.add(generation("x"))
-            await asyncio.sleep(0)
-    assert len(seen.groups[0]) > 1
+class Clock:
+    """A loop whose time stands still, and the last timer that was set."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.due = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Clock:
+        self.due = when
+        return self
+
+    def when(self) -> float:
+        return self.due
+
+    def cancel(self) -> None:
+        self.due = 0.0
+
+
+def test_arrivals_without_end_do_not_hold_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each arrives within the quiet time of the one before; only the limit ends the wait."""
+    clock = Clock()
+    monkeypatch.setattr(gathering, "asyncio", SimpleNamespace(get_running_loop=lambda: clock))
+    seen = Gathering(lambda generations: None, lambda: 4.0)
+    seen.add(generation("x"))
+    assert clock.due == 100 + 4 * QUIET
+    while clock.now < 100 + 4 * LONGEST:
+        seen.add(generation("x"))
+        assert clock.now < clock.due <= 100 + 4 * LONGEST
+        clock.now += 4 * QUIET / 2
+    assert clock.due == 100 + 4 * LONGEST
 
 
 async def test_what_waits_at_the_end_is_not_started() -> None:
@@ -102,6 +128,16 @@ async def test_one_that_is_cancelled_while_it_waits_is_never_started(rig: Rig) -
     assert a.outputs == []
     assert rig.engine.stats().prompt_tokens - before.prompt_tokens == len("hello")
     await rig.quiet()
+
+
+async def test_a_closed_engine_starts_nothing_that_waits(rig: Rig) -> None:
+    a = rig.submit(job("a", max_tokens=4))
+    assert rig.engine._gathering.open
+    closing = asyncio.create_task(rig.engine.close())
+    await asyncio.sleep(0)
+    assert not rig.engine._gathering.open, "its timer would run while the batching loop is being stopped"
+    await closing
+    assert a.outputs == []
 
 
 async def test_one_that_the_library_does_not_take_fails_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
