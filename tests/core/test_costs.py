@@ -108,6 +108,21 @@ async def test_commands_per_request(site: Deployment, redis: redis_async.Redis) 
     assert rest <= 45 * requests, counts
 
 
+async def test_an_idle_server_asks_for_everything_at_once(deploy: Callable[..., Deployment]) -> None:
+    """Its heartbeat, its reaper and its check of streams wake together, and what they ask goes in the same round trips.
+
+    Fails where one of them sleeps by a clock of its own: its questions then take round trips of their own.
+    """
+    deployment = deploy(heartbeat_interval=0.5, heartbeat_ttl=60.0, reap_interval=0.5, check_interval=0.5)
+    gateway, _ = await deployment.both()
+    await gateway.presence.wait_refreshed()
+    trips, commands, ticks = gateway.redis.round_trips, gateway.redis.commands, 8
+    for _ in range(ticks):
+        await gateway.presence.wait_refreshed()
+    assert gateway.redis.commands - commands >= 10 * ticks, "nothing was asked"
+    assert gateway.redis.round_trips - trips <= 4 * ticks + 4
+
+
 async def test_one_message_per_step_and_server(site: Deployment, redis: redis_async.Redis) -> None:
     """A step is one message to each server that reads from it, however many streams that server has.
 
