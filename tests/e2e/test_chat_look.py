@@ -87,10 +87,37 @@ def test_nothing_is_wider_than_the_window(contexts: Callable[..., Any], site: Si
     page = open_chat(contexts(site, viewport={"width": width, "height": 800}))
     say(page, RICH + "W" * 300, "L" * 300)
     wait_done(page)
+
+    def fits(selector: str) -> bool:
+        inside, outside = page.locator(selector).evaluate("e => [e.scrollWidth, e.clientWidth]")
+        return bool(inside <= outside)
+
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    box = page.locator("#thread").evaluate("e => [e.scrollWidth, e.clientWidth]")
-    assert box[0] <= box[1]
+    assert fits("#thread")
     assert page.locator("#input").bounding_box()["width"] > width / 4
+    if width < 860:
+        page.click("#open-sidebar")
+    page.locator(".row-item.current .more").click()
+    page.click("#row-menu [data-act=delete]")
+    assert fits("#confirm") and fits("#list") and fits("#sidebar")
+
+
+def test_text_runs_in_the_direction_of_its_script(page: Any) -> None:
+    """Also where both are in one answer, and code always from the left."""
+    arabic, english = "مرحبا بالعالم، هذا نص مع English.", "And one in English."
+    say(page, f"{arabic}\n\n{english}\n\n- {arabic}\n- {english}\n\n```python\n# {arabic}\n```\n", arabic)
+    wait_done(page)
+    shown = page.evaluate(
+        """() => { const to = (e) => {
+          const range = document.createRange(); range.selectNodeContents(e);
+          const text = range.getBoundingClientRect(), box = e.getBoundingClientRect();
+          return Math.abs(text.right - box.right) < Math.abs(text.left - box.left) ? 'right' : 'left'; };
+        return [...document.querySelectorAll('.answer .content :is(p, li), .answer .code .line')].map(to); }"""
+    )
+    assert shown == ["right", "left", "right", "left", "left"]
+    # Cut at its end, not at its beginning, where it is too long for its place.
+    for place in ("#title", ".row-item.current .name", ".bubble"):
+        assert page.locator(place).evaluate("e => getComputedStyle(e).direction") == "rtl", place
 
 
 def test_a_frame_takes_less_than_16_ms_in_a_long_answer(

@@ -13,6 +13,7 @@ export function applyContent(element, content) {
     while (element.childElementCount <= index) {
       const block = document.createElement("div");
       block.className = "block";
+      block.dir = "auto";
       element.append(block);
     }
     const block = element.children[index];
