@@ -55,7 +55,7 @@ logger = logging.getLogger("sluice.chat")
 MIN_PAUSE = 0.05
 """Shortest time between two renderings sent to one page, seconds."""
 RENDER_SHARE = 4
-"""A stream waits this many times as long as its rendering took."""
+"""From one rendering of a stream to the next it takes this many times as long as the rendering did."""
 MAX_STREAMS = 16
 """Streams of one socket."""
 SIGNED_OUT = 4401
@@ -166,7 +166,7 @@ class ChatConsumer(StreamingWebSocketConsumer):
             raise ChatError("Too many answers at once.", "busy")
         keeper = recorder()
         turn, payload = await database_sync_to_async(self._start_turn)(ref, body)
-        recording = None
+        recording: Recording | None
         if turn.repeated:
             recording = keeper.join(turn.answer, self._caller())
         else:
