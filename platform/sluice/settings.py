@@ -201,6 +201,9 @@ LOGGING = {
         "django.server": {"handlers": [], "propagate": True},
         # A 404 is the client's business; junk traffic must not fill the log.
         "django.request": {"level": "ERROR"},
+        # Below this they tell of templates and statements with all that is in them: new keys, what people write.
+        "django.template": {"level": "INFO"},
+        "django.db.backends": {"level": "INFO"},
         "daphne": {"level": "WARNING"},
         "httpx": {"level": "WARNING"},
     },

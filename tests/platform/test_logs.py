@@ -5,10 +5,15 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import User
+from django.db import connection
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 
 from inference import endings, logs
 from inference.messages import Ending
@@ -94,6 +99,41 @@ def test_request_ids_of_clients(given: bytes, kept: bool) -> None:
     assert (clean_request_id(given) == given.decode("latin-1")) is kept
 
 
+@pytest.fixture
+def printed() -> Iterator[io.StringIO]:
+    """What the handler of the settings prints."""
+    (handler,) = [h for h in logging.getLogger().handlers if type(h) is logging.StreamHandler]
+    stream = handler.setStream(out := io.StringIO())
+    yield out
+    handler.setStream(stream)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def debugging() -> Iterator[None]:
+    """As with ``SLUICE_LOG_LEVEL=DEBUG``."""
+    loggers = [logging.getLogger(), logging.getLogger("django")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.DEBUG)
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+@pytest.mark.django_db
+@pytest.mark.usefixtures("debugging")
+def test_a_new_key_is_in_no_line_of_any_level(printed: io.StringIO) -> None:
+    """Django tells of each name that a template does not find, with all that the template was given."""
+    client = Client()
+    client.force_login(User.objects.create_superuser("root"))
+    with CaptureQueriesContext(connection):  # statements are logged as well then, with what they hold
+        reply = client.post("/admin/accounts/apikey/add/", {"name": "secret name", "scopes": ["generate"]})
+    found = re.search(r"sk-sluice-[a-z0-9]{8}-\w+", reply.content.decode())
+    assert reply.status_code == 200 and found
+    assert found[0] not in printed.getvalue()
+    assert "secret name" not in printed.getvalue()
+
+
 @pytest.mark.parametrize(
     ("request_of_a_stranger", "said"),
     [
@@ -101,15 +141,11 @@ def test_request_ids_of_clients(given: bytes, kept: bool) -> None:
         ({"path": "/accounts/login/", "query_params": {f"q{i}": 1 for i in range(1001)}}, "parameters exceeded"),
     ],
 )
-def test_a_refused_request_is_one_warning(request_of_a_stranger: dict[str, Any], said: str) -> None:
-    handlers = [h for h in logging.getLogger().handlers if type(h) is logging.StreamHandler]
-    (handler,) = handlers  # that of the settings
-    stream = handler.setStream(out := io.StringIO())
-    try:
-        assert Client().get(**request_of_a_stranger).status_code == 400
-    finally:
-        handler.setStream(stream)  # type: ignore[arg-type]
-    (line,) = out.getvalue().splitlines()
+def test_a_refused_request_is_one_warning(
+    request_of_a_stranger: dict[str, Any], said: str, printed: io.StringIO
+) -> None:
+    assert Client().get(**request_of_a_stranger).status_code == 400
+    (line,) = printed.getvalue().splitlines()
     assert " WARNING " in line
     assert said in line
 
