@@ -173,6 +173,28 @@ def test_reader_who_scrolls_up_is_left_alone(page: Any) -> None:
     )
 
 
+def test_reader_who_scrolls_up_just_before_more_comes_is_left_alone(page: Any) -> None:
+    """The browser tells of a scroll with its next frame; what came before it put the reader back to the end."""
+    tops = page.evaluate(
+        """async () => {
+        const { Scroller } = await import('/static/sluice/js/chat/thread.js');
+        const scroller = new Scroller(), thread = document.querySelector('#thread');
+        const grow = () => { const line = document.createElement('li'); line.className = 'message';
+          line.append(...Array.from({length: 40}, () => document.createElement('br')));
+          document.querySelector('#messages').append(line); scroller.follow(); };
+        grow(); grow();
+        const tops = [thread.scrollHeight - thread.clientHeight - thread.scrollTop];
+        thread.scrollTop = 100;
+        grow();
+        tops.push(thread.scrollTop);
+        scroller.toEnd();
+        grow();
+        tops.push(thread.scrollHeight - thread.clientHeight - thread.scrollTop);
+        return tops; }"""
+    )
+    assert tops == [0, 100, 0]
+
+
 def test_theme_can_be_chosen_and_is_kept(page: Any) -> None:
     page.click("#sidebar [data-theme-toggle]")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"

@@ -170,6 +170,8 @@ export class Scroller {
     this.element = $("thread");
     this.button = $("to-end");
     this.stick = true;
+    /** Where the thread was left by this object, or seen by it, last. */
+    this.at = 0;
     this.element.addEventListener("scroll", () => this.scrolled(), { passive: true });
     this.button.addEventListener("click", () => this.toEnd(true));
   }
@@ -180,6 +182,7 @@ export class Scroller {
   }
 
   scrolled() {
+    this.at = this.element.scrollTop;
     this.stick = this.atEnd;
     this.button.hidden = this.stick;
     $("main").classList.toggle("scrolled", this.element.scrollTop > 4);
@@ -187,8 +190,11 @@ export class Scroller {
 
   /** After something has grown. */
   follow() {
+    // A reader may have scrolled up, and the browser not have said so yet.
+    if (this.element.scrollTop < this.at - 1 && !this.atEnd) this.stick = false;
     if (this.stick) this.element.scrollTop = this.element.scrollHeight;
     else this.button.hidden = false;
+    this.at = this.element.scrollTop;
   }
 
   toEnd(smooth = false) {
@@ -196,5 +202,6 @@ export class Scroller {
     this.button.hidden = true;
     const behavior = smooth && !matchMedia("(prefers-reduced-motion: reduce)").matches ? "smooth" : "instant";
     this.element.scrollTo({ top: this.element.scrollHeight, behavior });
+    this.at = this.element.scrollTop;
   }
 }
