@@ -11,6 +11,9 @@ import msgspec
 
 from inference.errors import ConfigError
 
+#: Endings of the names of fields that hold secrets, or addresses with a password in them.
+_SECRET = ("_token", "_url")
+
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -21,6 +24,12 @@ def env_name(field: str) -> str:
 
 class EnvSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Base of a settings class: every field is the variable that :func:`env_name` says."""
+
+    def __repr__(self) -> str:
+        """Without passwords and tokens: pages of errors, and whoever prints settings, show this."""
+        values = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        shown = (f"{name}={'***' if name.endswith(_SECRET) and value else repr(value)}" for name, value in values)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> Self:

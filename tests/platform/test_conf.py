@@ -119,3 +119,13 @@ def test_refuses_to_start(tmp_path: Path, env: dict[str, str], words: str) -> No
 def test_debug_is_off_and_sqlite_waits_by_default(tmp_path: Path) -> None:
     result = settings(tmp_path, "print(settings.DEBUG, settings.DATABASES['default']['OPTIONS']['init_command'][:23])")
     assert result.stdout.strip() == "False PRAGMA journal_mode=WAL"
+
+
+def test_settings_that_are_printed_show_no_secret() -> None:
+    """Django shows the settings, and the variables of each frame, on its page of errors."""
+    values = {"REDIS_URL": "redis://:hunter2@host", "SLUICE_METRICS_TOKEN": "hunter2", "SLUICE_HOST": "::1"}
+    for config in (Config.from_env(values), ServerConfig.from_env(values)):
+        assert "***" in repr(config)
+        assert "hunter2" not in f"{config!r} {config}"
+    assert "host='::1'" in repr(ServerConfig.from_env(values))
+    assert "metrics_token=''" in repr(ServerConfig())
