@@ -1,0 +1,153 @@
+"""The network goes away before an answer is sent, while it is queued, at its first token, and at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.chat import answer_text, ask, counted, last_answer, say, wait_done, wait_text
+from tests.e2e.conftest import open_chat
+from tests.e2e.site import Cut, Site
+from tests.support import eventually_sync
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A site that writes one answer at a time."""
+    site = Site(tmp_path_factory.mktemp("narrow"), target="rate=60,say=1,faults=1,slots=1,context=40000")
+    try:
+        yield site.start()
+    finally:
+        site.close()
+
+
+@pytest.fixture
+def cut(narrow: Site) -> Iterator[Cut]:
+    cut = Cut(narrow.port)
+    yield cut
+    cut.close()
+
+
+@pytest.fixture
+def page(contexts: Callable[..., Any], narrow: Site, cut: Cut) -> Any:
+    """A page behind a network that can be cut."""
+    return open_chat(contexts(narrow, url=f"http://127.0.0.1:{cut.port}"))
+
+
+@pytest.fixture
+def busy(contexts: Callable[..., Any], narrow: Site, page: Any) -> Iterator[Any]:
+    """Another page, whose answer keeps the only slot."""
+    other = open_chat(contexts(narrow))
+    say(other, counted(900))
+    wait_text(other, "beta1")
+    yield other
+    narrow.wait_quiet(10.0)
+
+
+def gone(page: Any, cut: Cut) -> None:
+    cut.down()
+    page.wait_for_selector("#connection:not([hidden])")
+
+
+def back(page: Any, cut: Cut) -> None:
+    cut.up = True
+    page.wait_for_selector("#connection", state="hidden")
+
+
+def ended(site: Site) -> int:
+    return sum(site.outcomes().values())
+
+
+def waits(page: Any) -> None:
+    page.wait_for_function("() => document.querySelector('.waiting-text')?.textContent.includes('queue')")
+
+
+def test_sent_while_the_network_is_gone(page: Any, narrow: Site, cut: Cut) -> None:
+    before = ended(narrow)
+    gone(page, cut)
+    say(page, "Later.", "Now?")
+    page.wait_for_selector(".answer.live")
+    back(page, cut)
+    wait_done(page)
+    assert answer_text(page) == "Later."
+    assert page.locator(".message").count() == 2
+    eventually_sync(lambda: ended(narrow) == before + 1, 10, what="it was generated once")
+
+
+def test_sent_and_stopped_while_the_network_is_gone(page: Any, narrow: Site, cut: Cut) -> None:
+    gone(page, cut)
+    say(page, counted(900), "Now?")
+    page.wait_for_selector(".answer.live")
+    page.keyboard.press("Escape")
+    back(page, cut)
+    wait_done(page)
+    assert "Stopped." in last_answer(page).locator(".notice").inner_text()
+    narrow.wait_quiet(10.0)
+    say(page, "Fine.", "And now?")
+    wait_text(page, "Fine.")
+
+
+def test_escape_in_the_queue(page: Any, narrow: Site, busy: Any) -> None:
+    ask(page, "Me too [[say:yes]]")
+    waits(page)
+    page.keyboard.press("Escape")
+    wait_done(page)
+    assert "Stopped." in last_answer(page).locator(".notice").inner_text()
+    assert answer_text(page) == ""
+    eventually_sync(lambda: narrow.live() == 1, 10, what="only the other is left")
+    # What was stopped can be asked for again, and is what comes next.
+    last_answer(page).locator("[data-act=retry]").click()
+    waits(page)
+    busy.click("#stop")
+    wait_text(page, "yes")
+    wait_done(page)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_gone_in_the_queue(page: Any, narrow: Site, cut: Cut, busy: Any, stopped: bool) -> None:
+    """What was pressed meanwhile is heard as soon as there is a network."""
+    ask(page, "Me too [[say:yes]]")
+    waits(page)
+    gone(page, cut)
+    if stopped:
+        page.keyboard.press("Escape")
+    back(page, cut)
+    if stopped:
+        wait_done(page)
+        busy.click("#stop")
+        assert "Stopped." in last_answer(page).locator(".notice").inner_text()
+    else:
+        waits(page)
+        busy.click("#stop")
+        wait_text(page, "yes")
+        wait_done(page)
+        assert answer_text(page) == "yes"
+
+
+def test_gone_as_the_first_token_comes(page: Any, narrow: Site, cut: Cut, busy: Any) -> None:
+    ask(page, f"Me too [[say:{counted(40)}]]")
+    waits(page)
+    gone(page, cut)
+    busy.click("#stop")
+    wait_done(busy)
+    eventually_sync(lambda: narrow.running() == 1, 10, what="it is being written")
+    back(page, cut)
+    wait_done(page)
+    assert answer_text(page) == counted(40)
+
+
+def test_gone_as_it_ends(page: Any, narrow: Site, cut: Cut) -> None:
+    """It is whole when the page comes back, with what only its end tells."""
+    say(page, counted(30))
+    wait_text(page, "beta1")
+    gone(page, cut)
+    narrow.wait_quiet(30.0)
+    back(page, cut)
+    wait_done(page)
+    assert answer_text(page) == counted(30)
+    assert "tokens/s" in last_answer(page).locator(".stats").inner_text()
+    assert last_answer(page).locator(".notice").is_hidden()
