@@ -69,6 +69,20 @@ def test_axe_finds_nothing(
         page.wait_for_timeout(300)
     page.locator(".row-item .more").first.click()
     assert violations(page) == [], "menu"
+    for act, dialog in (("rename", "rename"), ("delete", "confirm")):
+        page.click(f"#row-menu [data-act={act}]")
+        page.wait_for_selector(f"#{dialog}[open]")
+        assert violations(page) == [], dialog
+        page.keyboard.press("Escape")
+        page.locator(".row-item .more").first.click()
+    page.keyboard.press("Escape")
+    if width < 860:
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#sidebar", state="hidden")
+    page.locator(".message.user [data-act=edit]").last.press("Enter")
+    page.locator(".message.user [data-act=edit]").first.press("Enter")
+    assert page.locator(".editor").count() == 2
+    assert violations(page) == [], "editors"
     for path in ("/accounts/keys/", "/accounts/usage/", "/accounts/password/"):
         if page.goto(path).status == 200:
             assert violations(page) == [], path
