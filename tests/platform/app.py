@@ -214,8 +214,10 @@ async def _stacked(scope: Any, receive: Any, send: Any) -> None:
     from django.http import StreamingHttpResponse
     from django.middleware.gzip import GZipMiddleware
 
+    parts = int(dict(parse_qsl(scope["query_string"].decode())).get("n", 5))
+
     async def body() -> Any:
-        for _ in range(5):
+        for _ in range(parts):
             yield b"part " * 100
             await asyncio.sleep(0.05)  # its pace; the handler returns long before its end
 

@@ -206,7 +206,7 @@ def test_open_exchanges_are_seen_per_route(server: ServerProcess) -> None:
     ws = server.url.replace("http", "ws")
     with (
         httpx.stream("GET", server.url + "/ticks?n=1000&pace=0.05"),
-        httpx.stream("GET", server.url + "/gzipped"),
+        httpx.stream("GET", server.url + "/gzipped?n=60"),  # three seconds: the machine may be busy
         ws_connect(ws + "/ws") as sock,
     ):
         assert sock.recv(5) == "open"
