@@ -139,6 +139,10 @@ class Commander:
                 backoff = _FIRST_BACKOFF
             except (RedisError, OSError, TimeoutError) as exc:
                 await self._failed(batch, exc, began)
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    # The library made an error of its own of it, and would have it forgotten.
+                    raise asyncio.CancelledError from exc
                 if not self._closing:
                     await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, _LAST_BACKOFF)

@@ -360,6 +360,35 @@ async def test_lc_03_cancels_around_the_last_token(deploy: Deploy) -> None:
     assert len(ids) == len(set(ids))
 
 
+async def test_a_cancellation_that_the_library_makes_an_error_of_ends_the_connection(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does where one comes as it connects; the task then waited for its next command, and its loop for the task."""
+    entered = asyncio.Event()
+
+    async def connecting(self: Commander, batch: Any) -> None:
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise redis_async.ConnectionError("cancelled") from None
+
+    monkeypatch.setattr(Commander, "_round_trip", connecting)
+    redis = Commander(lambda: connect(redis_url, timeout=5, client_name="t"), name="cancelled")
+    redis.start()
+    task = next(task for task in asyncio.all_tasks() if task.get_name() == "redis-cancelled")
+    reply = redis.call("PING")
+    await entered.wait()
+    task.cancel()
+    await asyncio.wait({task}, timeout=10)
+    try:
+        assert task.cancelled()
+        with pytest.raises(StoreUnavailable):
+            await reply
+    finally:
+        task.cancel()
+
+
 async def test_replies_follow_their_commands(redis_url: str) -> None:
     """A caller that is cancelled in the middle of a call must not leave its reply to the next one."""
     from inference.redisio import connect
