@@ -29,13 +29,17 @@ class ChatRenderer(Chunked):
         stamp = self.stamp(delta.seq)
         if delta.text and not delta.calls and not delta.logprobs and delta.finish is None:
             return stamp + self._open[index] + dump(delta.text) + self._close
+        if self.resumable:
+            # One event per number: a client that was cut off between two of the same would miss the second.
+            content = {"content": delta.text} if delta.text or delta.logprobs else {}
+            return stamp + self._event(index, content, delta, delta.finish)
         out = []
         if delta.text or delta.logprobs:
             out.append(self._event(index, {"content": delta.text}, delta))
         out += [self._event(index, {"tool_calls": [call_chunk(call)]}) for call in delta.calls]
         if delta.finish is not None:
             out.append(self._event(index, {}, None, delta.finish))
-        return b"".join(stamp + event for event in out)
+        return b"".join(out)
 
     def _event(
         self, index: int, content: dict[str, Any], delta: Delta | None = None, finish: str | None = None

@@ -379,6 +379,32 @@ async def test_a_resumable_stream_is_read_on_by_another_connection(site: Site) -
     assert texts("/v1/chat/completions", whole) == got
 
 
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/generate"])
+async def test_nothing_is_lost_or_repeated_after_any_event(site: Site, route: str) -> None:
+    """Also where text and the reason of the end came together: what a client has after an event is all up to it."""
+    prompt = {"messages": [{"role": "user", "content": "go on"}]} if "chat" in route else {"prompt": "go on"}
+    body = {**prompt, "model": "slow", "max_tokens": 5, "ignore_eos": True, "stream": True, "resumable": True}
+
+    def ends(parsed: list[dict[str, Any]]) -> list[str]:
+        choices = [choice for each in parsed for choice in each.get("choices", [each])]
+        return [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
+
+    async with site.client() as client:
+        reply = await client.post(route, json=body)
+        path = f"/v1/requests/{reply.headers['x-sluice-request']}/events"
+        blocks = [block for block in reply.text.split("\n\n") if block.startswith("id: ")]
+        numbers = [int(block.split("\n")[0][4:]) for block in blocks]
+        assert numbers == sorted(set(numbers)) and len(numbers) >= 2
+        whole = [json.loads(p) for p in events(reply.text)[:-1]]
+        assert ends(whole) == ["length"]
+        for count, number in enumerate(numbers, 1):
+            had = [json.loads(block.split("data: ", 1)[1]) for block in blocks[:count]]
+            rest = await client.get(path, params={"after": number})
+            joined = had + [json.loads(p) for p in events(rest.text)[:-1]]
+            assert texts(route, joined) == texts(route, whole)
+            assert ends(joined) == ["length"]
+
+
 async def test_oc_03_unknown_route_and_wrong_method(site: Site) -> None:
     async with site.client() as client:
         assert (await client.get("/v1/none")).json()["error"]["message"]
