@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -48,8 +48,12 @@ async def answer_of(socket: WebsocketCommunicator, ref: str, **settings: Any) ->
 
 
 @pytest.fixture(autouse=True)
-def configured(monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Config]) -> None:
+async def configured(
+    transactional_db: Any, monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Config]
+) -> AsyncIterator[None]:
     monkeypatch.setattr(runtime, "_config", make_config())
+    yield
+    await runtime.stop(5.0)  # sockets start the gateway where nobody has
 
 
 @pytest.fixture

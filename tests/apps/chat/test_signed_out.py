@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -35,8 +35,12 @@ def change_password(user: Any) -> None:
 
 
 @pytest.fixture(autouse=True)
-def configured(monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Config]) -> None:
+async def configured(
+    transactional_db: Any, monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Config]
+) -> AsyncIterator[None]:
     monkeypatch.setattr(runtime, "_config", make_config())
+    yield
+    await runtime.stop(5.0)  # sockets start the gateway where nobody has
 
 
 @pytest.mark.parametrize("end", [sign_out, deactivate, change_password])
