@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from inference.config import Config
 from inference.engine.base import Engine
 from inference.engine.transformers import TransformersEngine
 from inference.engine.transformers.batching import SplitRunner
-from inference.engine.transformers.scheduler import Pace
+from inference.engine.transformers.scheduler import FairScheduler, Pace, StepLog
 from inference.errors import EngineDied, ModelUnavailable, Overloaded, TooLarge
 from inference.messages import Job
 from tests.engine.rig import CONTEXT, DEVICE, EOS, VOCABULARY, Answer, Rig, job, tiny_config, write_tiny_model
@@ -66,6 +67,18 @@ async def test_it_is_an_engine_and_says_what_it_serves(rig: Rig) -> None:
     assert rig.info.slots == rig.engine.free_slots() == 8
     stats = rig.engine.stats()
     assert stats.steps == 0 and stats.generated_tokens == 0 and stats.blocks_used == 0
+
+
+def test_a_step_under_way_as_the_counters_begin_anew_does_not_count() -> None:
+    """The warm-up's last token may be delivered, and the counters set back, before its step has ended."""
+    scheduler = FairScheduler.__new__(FairScheduler)
+    scheduler.pace, scheduler.log, scheduler._requests_to_cancel = Pace(64), StepLog(), set()
+    for steps in (0, 1):
+        scheduler._open_step = (time.perf_counter(), 1, 0)
+        if not steps:
+            scheduler.log.reset()
+        scheduler.clear_cancelled_requests()
+        assert scheduler.log.steps == steps
 
 
 async def test_length_ends_exactly(rig: Rig) -> None:

@@ -64,6 +64,8 @@ class StepLog:
     """Counters that the generation thread writes and anybody may read."""
 
     def __init__(self) -> None:
+        #: Steps that have begun before do not count: one may be under way while the counters begin anew.
+        self.since = time.perf_counter()
         self.steps = 0
         self.step_seconds = 0.0
         self.last_step_seconds = 0.0
@@ -199,6 +201,8 @@ class FairScheduler(FIFOScheduler):
         self._open_step = None
         seconds = time.perf_counter() - started
         self.pace.learn(decoded, prefilled, seconds)
+        if started < self.log.since:
+            return
         self.log.last_step_seconds = seconds
         self.log.step_seconds += seconds
         self.log.steps += 1
