@@ -147,7 +147,7 @@ def test_a_handshake_that_is_not_answered_is_given_up(start: Start) -> None:
     sock.settimeout(4)
     with contextlib.suppress(ConnectionResetError):
         assert sock.recv(1000) == b""
-    server.wait_state(lambda s: s["open"] == 1)
+    server.wait_state(lambda s: s["open"] == 1, 30)  # what does not hear of it is cancelled after 10 s
 
 
 def test_handshakes_that_leave_at_once_or_are_refused_leave_nothing(server: ServerProcess) -> None:
