@@ -28,6 +28,15 @@ ALLOWED_HOSTS = SLUICE.hosts()
 CSRF_TRUSTED_ORIGINS = split_list(SLUICE.csrf_trusted_origins)
 
 
+def _made_var_dir() -> Path:
+    """``VAR_DIR``; made, where it is missing, for nobody else to read: the database in it holds chats."""
+    try:
+        VAR_DIR.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ImproperlyConfigured(f"SLUICE_VAR_DIR: {VAR_DIR} cannot be made ({exc.strerror})") from None
+    return VAR_DIR
+
+
 def _secret_key() -> str:
     """SECRET_KEY of the environment, or outside production a random one kept in ``VAR_DIR``."""
     key = os.environ.get("SECRET_KEY", "")
@@ -40,8 +49,7 @@ def _secret_key() -> str:
             "SECRET_KEY is not set. With SLUICE_PRODUCTION it must be, and be the same on every server: "
             "python -c 'import secrets; print(secrets.token_urlsafe(50))'"
         )
-    path = VAR_DIR / "secret_key"
-    VAR_DIR.mkdir(parents=True, exist_ok=True)
+    path = _made_var_dir() / "secret_key"
     try:
         # O_EXCL: of several processes that start at once, one writes and the others read.
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
@@ -114,7 +122,7 @@ def _database() -> dict[str, object]:
             f"DATABASE_URL is malformed; for instance postgres://user:password@host:5432/name ({type(exc).__name__})"
         ) from None
     if str(database["ENGINE"]).endswith("sqlite3"):
-        VAR_DIR.mkdir(parents=True, exist_ok=True)
+        _made_var_dir()
         database["OPTIONS"] = {
             # Readers never wait for the writer; a writer waits instead of failing.
             "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",

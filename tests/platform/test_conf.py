@@ -97,12 +97,14 @@ def test_development_key_is_random_private_and_stays(tmp_path: Path) -> None:
     assert (tmp_path / "secret_key").stat().st_mode & 0o777 == 0o600
     other = tmp_path / "other"
     assert settings(other).stdout != first.stdout
+    assert other.stat().st_mode & 0o777 == 0o700  # the database in it holds chats
 
 
 @pytest.mark.parametrize(
     ("env", "words"),
     [
         ({"SLUICE_PRODUCTION": "1"}, "SECRET_KEY is not set"),
+        ({"SLUICE_VAR_DIR": "/proc/none"}, "SLUICE_VAR_DIR: /proc/none cannot be made"),
         ({"SLUICE_PRODUCTION": "1", "SECRET_KEY": "short"}, "too weak"),
         ({"SLUICE_PRODUCTION": "1", "SECRET_KEY": "a" * 60}, "too weak"),
         ({"SLUICE_PRODUCTION": "1", "SLUICE_DEBUG": "1"}, "SLUICE_DEBUG"),
