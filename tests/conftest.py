@@ -65,12 +65,23 @@ def valkey() -> Iterator[EmbeddedValkey]:
         yield server
 
 
+def _empty(server: EmbeddedValkey) -> None:
+    with redis_sync.Redis.from_url(server.url) as client:
+        client.flushall()
+        client.config_resetstat()
+
+
+@pytest.fixture(scope="module")
+def empty_valkey(valkey: EmbeddedValkey) -> EmbeddedValkey:
+    """The run's Valkey without what the module before has left, such as the heartbeat of a worker of its own."""
+    _empty(valkey)
+    return valkey
+
+
 @pytest.fixture
 def redis_url(valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch) -> str:
     """URL of an empty Valkey, also set as ``REDIS_URL``."""
-    with redis_sync.Redis.from_url(valkey.url) as client:
-        client.flushall()
-        client.config_resetstat()
+    _empty(valkey)
     monkeypatch.setenv("REDIS_URL", valkey.url)
     return valkey.url
 

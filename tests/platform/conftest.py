@@ -140,10 +140,12 @@ def start(tmp_path: Path, valkey: EmbeddedValkey, var_dir: Path) -> Iterator[Cal
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, valkey: EmbeddedValkey, var_dir: Path) -> Iterator[ServerProcess]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, empty_valkey: EmbeddedValkey, var_dir: Path
+) -> Iterator[ServerProcess]:
     """One server for the tests of a module that leave it as it was."""
     log = tmp_path_factory.mktemp("server") / "server.log"
-    process = ServerProcess(log, valkey.url, var_dir)
+    process = ServerProcess(log, empty_valkey.url, var_dir)
     try:
         yield process.wait_ready()
     finally:

@@ -88,11 +88,15 @@ class MetricsSite:
         with self.log.open("w") as log:
             self.pool = self._start("runworker", stderr=log)
             self.server = self._start("serve", "--port", "0", *serve, stderr=log, stdout=subprocess.PIPE)
-        assert self.server.stdout is not None
-        found = re.search(r"serves (http://[^/]+)/", self.server.stdout.readline())
-        assert found, self.log.read_text()
-        self.url = found[1]
-        eventually_sync(self._ready, 120, every=0.1, what="the site is ready")
+        try:
+            assert self.server.stdout is not None
+            found = re.search(r"serves (http://[^/]+)/", self.server.stdout.readline())
+            assert found, self.log.read_text()
+            self.url = found[1]
+            eventually_sync(self._ready, 120, every=0.1, what="the site is ready")
+        except BaseException:
+            self.close()  # else it would reap what later tests put into the same Valkey
+            raise
 
     def _start(self, *command: str, **files: Any) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -34,8 +34,8 @@ DASHBOARD = ROOT / "deploy" / "grafana" / "sluice.json"
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory, valkey: EmbeddedValkey) -> Iterator[MetricsSite]:
-    made = MetricsSite(tmp_path_factory.mktemp("metrics"), valkey, "--processes", "2")
+def site(tmp_path_factory: pytest.TempPathFactory, empty_valkey: EmbeddedValkey) -> Iterator[MetricsSite]:
+    made = MetricsSite(tmp_path_factory.mktemp("metrics"), empty_valkey, "--processes", "2")
     try:
         yield made
     finally:

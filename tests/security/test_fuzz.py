@@ -182,8 +182,8 @@ def test_credentials(text: str, raw: bytes) -> None:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory, valkey: EmbeddedValkey) -> Iterator[live.Site]:
-    running = live.start(tmp_path_factory.mktemp("fuzz"), valkey)
+def site(tmp_path_factory: pytest.TempPathFactory, empty_valkey: EmbeddedValkey) -> Iterator[live.Site]:
+    running = live.start(tmp_path_factory.mktemp("fuzz"), empty_valkey)
     yield running
     live.stop(running)
 

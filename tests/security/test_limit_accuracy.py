@@ -34,13 +34,15 @@ print(create_key(None, name=name, limits={name: value}).secret)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, valkey: EmbeddedValkey) -> Iterator[tuple[str, str, dict[str, str]]]:
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, empty_valkey: EmbeddedValkey
+) -> Iterator[tuple[str, str, dict[str, str]]]:
     """Addresses of two servers over one Redis and one database, and the environment of both."""
     folder = tmp_path_factory.mktemp("pair")
     # A full queue refuses as well, and what it refuses has kept others from their share meanwhile.
-    site = live.start(folder, valkey, SLUICE_MAX_QUEUED="1000")
+    site = live.start(folder, empty_valkey, SLUICE_MAX_QUEUED="1000")
     env = {
-        **os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", "REDIS_URL": valkey.url,
+        **os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}", "REDIS_URL": empty_valkey.url,
         "SLUICE_MODELS": live.MODELS, "SLUICE_VAR_DIR": str(folder),
         "SLUICE_PRE_DRAIN": "0", "SLUICE_DEBUG": "0", "SLUICE_MAX_QUEUED": "1000",
     }  # fmt: skip
