@@ -152,7 +152,7 @@ class InflightAdmin(admin.ModelAdmin):
             return HttpResponseRedirect(back)
         if request.POST.get("confirmed") != "yes":
             return self.page(
-                request, "cancel", "Cancel requests?" if len(ids) > 1 else "Cancel this request?",
+                request, "cancel", "Cancel requests?" if every or len(ids) > 1 else "Cancel this request?",
                 ids=ids, first=ids[:SHOWN_IDS], more=max(0, len(ids) - SHOWN_IDS), every=every, keep=keep,
                 back=back, filters=Query.parse(QueryDict(keep)).describe(), max_reason=services.MAX_REASON,
             )  # fmt: skip

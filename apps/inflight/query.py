@@ -126,10 +126,10 @@ class Query:
         return urlencode(self.fields())
 
     def describe(self) -> str:
-        """The filters as words."""
+        """The filters as words; none where everything is shown."""
         names = {"q": "id contains", "older": "older than (s)"}
         parts = [f"{names.get(k, k)} {v}" for k, v in self.fields().items() if k not in ("sort", "page")]
-        return ", ".join(parts) or "all"
+        return ", ".join(parts)
 
 
 def _number(text: str, least: int, most: int) -> int:

@@ -65,6 +65,15 @@ async def test_cancel_all_that_match_at_the_moment_of_confirmation(bench: Bench,
     assert await LogEntry.objects.acount() == 61
 
 
+async def test_cancel_all_without_a_filter_says_so(bench: Bench, boss: AsyncClient) -> None:
+    """Also where it is one just now: there may be more at the moment of confirmation."""
+    await bench.submit("only")
+    asked = (await boss.post(CANCEL, {"all": "1", "keep": ""})).content.decode()
+    assert "Cancel requests?" in asked and "<strong>all requests</strong>" in asked
+    single = (await boss.post(CANCEL, {"id": "only"})).content.decode()
+    assert "Cancel this request?" in single
+
+
 async def test_nothing_selected(bench: Bench, boss: AsyncClient) -> None:
     for data in ({}, {"all": "1", "keep": "owner=nobody"}):
         page = await boss.post(CANCEL, {**data, "confirmed": "yes"})
