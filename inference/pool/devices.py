@@ -26,12 +26,14 @@ def parse_devices(text: str) -> list[str]:
     devices = [d.strip() for d in text.split(",") if d.strip()]
     for device in devices:
         if not _DEVICE.fullmatch(device):
-            raise ConfigError(f"--devices: {device!r} is none of auto, cpu, cuda:<n>, cuda:<n>+cuda:<m>")
+            raise ConfigError(
+                f"SLUICE_DEVICES (--devices): {device!r} is none of auto, cpu, cuda:<n>, cuda:<n>+cuda:<m>"
+            )
         parts = device.split("+")
         if "cpu" not in parts and len(set(parts)) < len(parts):
-            raise ConfigError(f"--devices: {device!r} names a device twice")
+            raise ConfigError(f"SLUICE_DEVICES (--devices): {device!r} names a device twice")
     if not devices:
-        raise ConfigError("--devices is empty; use auto")
+        raise ConfigError("SLUICE_DEVICES (--devices) is empty; use auto")
     return devices
 
 
@@ -45,8 +47,8 @@ def check_sharing(devices: Sequence[str], specs: Sequence[ModelSpec]) -> None:
         if "+" in device and [s.engine for s in specs] != ["transformers"]:
             named = ", ".join(f"{s.alias} ({s.engine})" for s in specs)
             raise ConfigError(
-                f"--devices: a worker on {device} spreads one transformers model over its devices; this pool "
-                f"serves {named}. Start a pool for each model (runworker --models ALIAS --devices ...)"
+                f"SLUICE_DEVICES (--devices): a worker on {device} spreads one transformers model over its devices; "
+                f"this pool serves {named}. Start a pool for each model (runworker --models ALIAS --devices ...)"
             )
 
 

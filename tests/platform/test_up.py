@@ -281,6 +281,7 @@ def test_a_taken_port_is_said_before_anything_is_started(folder):
         ({"DATABASE_URL": "postgres://u:p@127.0.0.1:1/d"}, "error: the database does not answer"),
         ({"DATABASE_URL": "nonsense"}, "error: DATABASE_URL is malformed"),
         ({"SLUICE_HEARTBEAT_TTL": "soon"}, "error: SLUICE_HEARTBEAT_TTL must be a number"),
+        ({"SLUICE_DEVICES": "gpu7"}, "error: SLUICE_DEVICES (--devices): 'gpu7' is none of auto, cpu"),
         ({"SLUICE_HOST": "203.0.113.7"}, "error: cannot listen on 203.0.113.7"),
     ],
 )
