@@ -505,7 +505,7 @@ async def test_wf_11_load_counts_do_not_leak(rig: Rig) -> None:
     os.kill(workers[0].pid, signal.SIGKILL)
     await rig.quiet(20)
     await eventually(lambda: _all_ready(rig, 3), 15)
-    steady = max(120, int(300 * scale))
+    steady = 600  # of 120, chance alone would put a share outside the bound now and then
     ids: list[str] = []
     gate = asyncio.Semaphore(12)
 
