@@ -246,10 +246,17 @@ class EmbeddingEngine:
         import torch
         from transformers import AutoModel
 
-        from inference.engine.transformers.loading import first_line, model_dtype, quieten, set_cpu_threads
+        from inference.engine.transformers.loading import (
+            check_devices,
+            first_line,
+            model_dtype,
+            quieten,
+            set_cpu_threads,
+        )
 
         path = Path(self._folder)
         self._recipe = read_recipe(path)
+        check_devices([self._device])
         device = torch.device(self._device)
         quieten()
         if device.type == "cpu":

@@ -1,6 +1,6 @@
 """The worker pool: a supervisor with its worker processes."""
 
-from inference.pool.devices import check_sharing, parse_devices
+from inference.pool.devices import check_present, check_sharing, parse_devices
 from inference.pool.supervisor import Supervisor
 
-__all__ = ["Supervisor", "check_sharing", "parse_devices"]
+__all__ = ["Supervisor", "check_present", "check_sharing", "parse_devices"]

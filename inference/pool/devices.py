@@ -11,6 +11,7 @@ from inference.config import ModelSpec
 from inference.errors import ConfigError
 
 _DEVICE = re.compile(r"cpu(\+cpu)*|cuda:\d+(\+cuda:\d+)*")
+_NUMBER = re.compile(r"cuda:(\d+)")
 
 
 def parse_devices(text: str) -> list[str]:
@@ -52,16 +53,40 @@ def check_sharing(devices: Sequence[str], specs: Sequence[ModelSpec]) -> None:
             )
 
 
+def check_present(devices: Sequence[str], specs: Sequence[ModelSpec]) -> None:
+    """See that the CUDA devices are there, as far as that shows without torch; the workers have the last word.
+
+    Raises:
+        ConfigError: one is not, and a model computes on it.
+    """
+    wanted = [int(n) for device in devices for n in _NUMBER.findall(device)]
+    if not wanted or all(spec.engine in ("scripted", "openai") for spec in specs):
+        return
+    there, source = _cuda_devices()
+    if there is not None and max(wanted) >= there:
+        have = f"{there} CUDA device{'' if there == 1 else 's'} (from cuda:0)" if there else "no CUDA device"
+        raise ConfigError(
+            f"SLUICE_DEVICES (--devices): there is no cuda:{max(wanted)} here; {source} shows {have}. Use auto, or cpu"
+        )
+
+
 def cuda_count() -> int:
     """CUDA devices this process may use, by ``CUDA_VISIBLE_DEVICES`` or the driver's own tool."""
+    return _cuda_devices()[0] or 0
+
+
+def _cuda_devices() -> tuple[int | None, str]:
+    """How many, and who says so; ``None`` where nobody does, which does not mean that there are none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([v for v in visible.split(",") if v.strip() and v.strip() != "-1"])
+        return len([v for v in visible.split(",") if v.strip() and v.strip() != "-1"]), "CUDA_VISIBLE_DEVICES"
     try:
         listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+        return None, ""
+    if listing.returncode:
+        return None, ""
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()), "nvidia-smi"
 
 
 def environment(device: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from inference import metrics
 from inference.config import Config, host_name
 from inference.endings import log_ending
-from inference.errors import SluiceError, StoreUnavailable
+from inference.errors import ConfigError, SluiceError, StoreUnavailable
 from inference.messages import Ending, PoolBeat, encode
 from inference.pool.child import Child
 from inference.reaper import Reaper
@@ -21,6 +21,7 @@ from inference.redisio import Commander, connect
 from inference.store import RequestStore, StoreViews
 from inference.ticks import next_tick, until_tick
 from inference.version import VERSION
+from inference.worker import MISCONFIGURED
 
 logger = logging.getLogger("sluice.pool")
 
@@ -54,6 +55,7 @@ class Supervisor:
         metrics.know(models)
         self._children: dict[int, Child] = {}
         self._draining = False
+        self._misconfigured: ConfigError | None = None
         self._started_ms = int(time.time() * 1000)
         self._failures = 0
         self.restarts = 0
@@ -72,7 +74,11 @@ class Supervisor:
         self._on_ending(ending)
 
     async def run(self) -> int:
-        """Start the workers and keep them until drained. Gives an exit status."""
+        """Start the workers and keep them until drained. Gives an exit status.
+
+        Raises:
+            ConfigError: a worker cannot even start as it is configured. All have ended by then.
+        """
         self.redis.start()
         await self.redis.call("PING")
         await self._beat()
@@ -85,6 +91,8 @@ class Supervisor:
         await self._reaper.stop()
         await self._leave()
         await self.redis.stop()
+        if self._misconfigured is not None:
+            raise self._misconfigured
         return 0
 
     def drain(self) -> None:
@@ -115,6 +123,13 @@ class Supervisor:
             del self._children[slot]  # the slot is idle until the next one starts, however long that takes
             await self._bury(child.id)
             if self._leaving():
+                break
+            if status == MISCONFIGURED and not restarts:
+                # Only the first: what served once does so again, when a device or a file is back.
+                self._misconfigured = ConfigError(
+                    f"a worker on {child.device} cannot start as it is configured (the reason stands above)"
+                )
+                self.drain()
                 break
             stable = child.ready.is_set() and time.monotonic() - child.started > _STABLE_AFTER
             self._failures = 0 if child.ready.is_set() else self._failures + 1

@@ -1,1 +1,4 @@
 """A worker: one process, one device (or one group of them), one engine per model it serves."""
+
+MISCONFIGURED = 78
+"""Exit status of a worker that cannot start as it is configured: another one could not, either."""

@@ -17,6 +17,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from inference.parent import die_with_parent
+from inference.worker import MISCONFIGURED
 
 if TYPE_CHECKING:
     from inference.worker.worker import Worker
@@ -129,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--drain-timeout", type=float, default=30.0)
     args = parser.parse_args(argv)
     die_with_parent(args.parent)
-    from inference.errors import SluiceError
+    from inference.errors import ConfigError, SluiceError
     from inference.logs import configure
 
     configure(f"worker {args.id}")
@@ -137,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         return asyncio.run(_Process(args).main())
     except SluiceError as exc:
         logger.critical("worker %s cannot start: %s", args.id, exc, extra={"event": "worker_failed"})
-        return FATAL
+        return MISCONFIGURED if isinstance(exc, ConfigError) else FATAL
 
 
 if __name__ == "__main__":

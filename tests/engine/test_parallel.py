@@ -15,7 +15,7 @@ import pytest
 from inference.config import ModelSpec
 from inference.engine.transformers import TransformersEngine
 from inference.errors import ConfigError, EngineDied, ModelUnavailable
-from inference.pool import check_sharing, parse_devices
+from inference.pool import check_present, check_sharing, parse_devices
 from inference.pool.devices import environment
 from tests.engine.rig import DEVICE, Rig, job, tiny_config
 from tests.engine.test_transformers_engine import random_params
@@ -135,3 +135,22 @@ def test_only_one_transformers_model_is_spread_over_devices() -> None:
     for specs in ([one, two], [ModelSpec("minilm", "embed", "z")]):
         with pytest.raises(ConfigError, match=r"cuda:0\+cuda:1.*--models"):
             check_sharing(["cuda:0+cuda:1"], specs)
+
+
+def test_devices_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, upstream = ModelSpec("small", "transformers", "x"), ModelSpec("big", "openai", "http://h/v1#m")
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: one'\necho 'GPU 1: two'\n")
+    tool.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    check_present(["cpu", "cuda:0+cuda:1"], [model])
+    check_present(["cuda:2"], [upstream])  # it computes on none
+    with pytest.raises(ConfigError, match="no cuda:2 here; nvidia-smi shows 2 CUDA devices"):
+        check_present(["cuda:0+cuda:2"], [upstream, model])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="no cuda:0 here; CUDA_VISIBLE_DEVICES shows no CUDA device"):
+        check_present(["cuda:0"], [model])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed' >&2\nexit 9\n")
+    check_present(["cuda:2"], [model])  # nobody knows: a worker will see

@@ -74,3 +74,24 @@ async def test_what_cannot_be_spread_is_refused_at_start(make_rig: Callable[...,
     assert status == 1
     assert "cuda:0+cuda:1 spreads one transformers model" in said and "scripted (scripted)" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_a_device_that_only_torch_misses_ends_the_pool(make_rig: Callable[..., Any], tmp_path: Path) -> None:
+    """Workers used to be started one after the other for ever, and the pool said no more than how they ended."""
+    model = tmp_path / "tiny"
+    model.mkdir()
+    write_tiny_model(model)
+    rig: Rig = await make_rig(
+        SLUICE_MODELS=f"tiny={model}", SLUICE_DEVICES="cpu,cuda:2", CUDA_VISIBLE_DEVICES="97,98,99",
+        SLUICE_CACHE_TOKENS=4096, OMP_NUM_THREADS=1,
+    )  # fmt: skip
+    pool = rig.spawn("runworker")
+    assert await pool.wait(180) == 1
+    *_, last = lines = pool.log().splitlines()
+    assert last == "error: a worker on cuda:2 cannot start as it is configured (the reason stands above)"
+    (reason,) = [line for line in lines if "cannot start: SLUICE_DEVICES (--devices): torch cannot use cuda:99" in line]
+    assert "built without CUDA" in reason or "finds 0 of them" in reason
+    assert "starting another" not in pool.log() and "Traceback" not in pool.log()
+    assert await rig.views.pools() == []

@@ -282,6 +282,10 @@ def test_a_taken_port_is_said_before_anything_is_started(folder):
         ({"DATABASE_URL": "nonsense"}, "error: DATABASE_URL is malformed"),
         ({"SLUICE_HEARTBEAT_TTL": "soon"}, "error: SLUICE_HEARTBEAT_TTL must be a number"),
         ({"SLUICE_DEVICES": "gpu7"}, "error: SLUICE_DEVICES (--devices): 'gpu7' is none of auto, cpu"),
+        (
+            {"SLUICE_DEVICES": "cpu,cuda:7", "CUDA_VISIBLE_DEVICES": "0", "SLUICE_MODELS": "m=default"},
+            "error: SLUICE_DEVICES (--devices): there is no cuda:7 here; CUDA_VISIBLE_DEVICES shows 1 CUDA device",
+        ),
         ({"SLUICE_HOST": "203.0.113.7"}, "error: cannot listen on 203.0.113.7"),
     ],
 )

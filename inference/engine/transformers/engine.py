@@ -23,7 +23,7 @@ from inference.engine.transformers.batching import Delivery
 from inference.engine.transformers.gathering import Gathering
 from inference.engine.transformers.generation import Generation, Registry
 from inference.engine.transformers.grammar import GrammarCompiler
-from inference.engine.transformers.loading import load_model, set_cpu_threads
+from inference.engine.transformers.loading import check_devices, load_model, set_cpu_threads
 from inference.engine.transformers.loop import BatchingLoop
 from inference.engine.transformers.packing import pack_linear_layers
 from inference.engine.transformers.parallel import Group
@@ -68,6 +68,7 @@ class TransformersEngine:
     async def load(self, sink: Sink, died: Died) -> ModelInfo:
         """See :meth:`inference.engine.base.Engine.load`."""
         self._loop = asyncio.get_running_loop()
+        check_devices(self._group.devices)
         try:
             self._group.start(lambda error: self._on_partner_end(error, died))
             # A thread of its own that ends: one that stays keeps its OpenMP team, and with more teams than

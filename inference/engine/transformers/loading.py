@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from inference.config import Config
-from inference.errors import ModelUnavailable
+from inference.errors import ConfigError, ModelUnavailable
 
 
 class Loaded(NamedTuple):
@@ -109,6 +110,22 @@ def model_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def check_devices(names: Sequence[str]) -> None:
+    """See that torch finds the devices of this worker (``cpu``, ``cuda:0`` ...).
+
+    Raises:
+        ConfigError: it does not.
+    """
+    wanted = [torch.device(name).index or 0 for name in names if name.startswith("cuda")]
+    there = torch.cuda.device_count() if wanted else 0
+    if max(wanted, default=-1) < there:
+        return
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    named = ", ".join(f"cuda:{n.strip()}" for n in shown.split(",") if n.strip()) or ", ".join(names)
+    reason = f"it finds {there} of them" if torch.version.cuda else "it is built without CUDA"
+    raise ConfigError(f"SLUICE_DEVICES (--devices): torch cannot use {named} ({reason}); use auto, or cpu")
 
 
 def set_cpu_threads(config: Config, ranks: int = 1) -> None:

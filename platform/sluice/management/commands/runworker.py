@@ -16,7 +16,7 @@ from inference import multiproc
 from inference.config import Config
 from inference.logs import configure
 from inference.models.registry import check_models
-from inference.pool import Supervisor, check_sharing, parse_devices
+from inference.pool import Supervisor, check_present, check_sharing, parse_devices
 from sluice.command import Command as SluiceCommand
 
 
@@ -49,7 +49,9 @@ class Command(SluiceCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         config, models = self._config(options)
         devices = parse_devices(config.devices)
-        check_sharing(devices, [s for s in config.model_specs() if s.alias in models])
+        specs = [s for s in config.model_specs() if s.alias in models]
+        check_sharing(devices, specs)
+        check_present(devices, specs)
         configure("pool")
         with exported(config):
             status = asyncio.run(_run(config, devices, models))

@@ -25,7 +25,7 @@ from inference import multiproc
 from inference.config import Config
 from inference.errors import ConfigError, SluiceError
 from inference.models.registry import DEFAULT_TARGET, check_folder, check_models, default_folder
-from inference.pool import check_sharing, parse_devices
+from inference.pool import check_present, check_sharing, parse_devices
 from inference.redisio.connect import connect
 from sluice.command import Command as SluiceCommand
 from sluice.conf import ServerConfig
@@ -94,7 +94,9 @@ class Command(SluiceCommand):
             web = msgspec.structs.replace(web, port=free_port(web.host))
         check_port(web.host, web.port)
         if core.devices.strip() != "auto":
-            check_sharing(parse_devices(core.devices), core.model_specs())
+            devices = parse_devices(core.devices)
+            check_sharing(devices, core.model_specs())
+            check_present(devices, core.model_specs())
         if core.redis_url:
             self._say("Redis: asking the one in REDIS_URL ...")
             asyncio.run(check_redis(core))
