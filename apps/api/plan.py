@@ -44,6 +44,7 @@ class Plan:
         show_logprobs: alternatives to show, ``None`` for no log probabilities.
         asked_as: the field in which the caller says how long an answer may be.
         prompt_as: the field in which the caller gave the prompt.
+        closing_usage: the last chunk with a choice tells the usage of a stream that has no usage chunk.
     """
 
     id: str
@@ -64,6 +65,7 @@ class Plan:
     priority: str = "normal"
     timeout: float = 600.0
     resumable: bool = False
+    closing_usage: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -191,6 +193,8 @@ async def completion(body: CompletionBody, caller: Principal) -> Plan:
         per_prompt=count,
         echo=echo,
         show_logprobs=shown,
+        # Who sends token ids counts tokens, and checks that none was added to the prompt.
+        closing_usage=body.stream_options is None and not any(isinstance(text, str) for text in texts),
         **_service(body, caller),
     )
 

@@ -17,6 +17,7 @@ class CompletionRenderer(Chunked):
         self._open = [self._head + b'{"index":%d,"text":' % index for index in range(len(generation.choices))]
         self._close = b',"logprobs":null,"finish_reason":null}' + self._tail
         self._offsets = [len(choice.echo) for choice in generation.choices]
+        self._unfinished = len(generation.choices)
 
     def start(self) -> bytes:
         return b"".join(
@@ -35,7 +36,14 @@ class CompletionRenderer(Chunked):
             "logprobs": self._logprobs(index, delta.logprobs),
             "finish_reason": delta.finish,
         }
-        return stamp + self._head + dump(choice) + self._tail
+        return stamp + self._head + dump(choice) + self._closing(delta)
+
+    def _closing(self, delta: Delta) -> bytes:
+        if delta.finish is not None:
+            self._unfinished -= 1
+        if self._unfinished or not self.plan.closing_usage:
+            return self._tail
+        return b'],"usage":' + dump(self.generation.usage().to_dict()) + b"}\n\n"
 
     def _logprobs(self, index: int, entries: list[Any]) -> dict[str, Any] | None:
         plan = self.plan

@@ -82,27 +82,41 @@ async def test_oc_05_usage_chunk_only_when_asked_for(site: Site, path: str) -> N
     assert wrong.status_code == 400
 
 
-STREAMED: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/chat/completions", chat(n=2)),
-    ("/v1/completions", {"model": "demo", "prompt": ["once", "twice"], "max_tokens": 3}),
-    ("/v1/completions", {"model": "demo", "prompt": [104, 105], "max_tokens": 3}),
-    ("/v1/completions", {"model": "demo", "prompt": [[104, 105], [104]], "max_tokens": 3}),
+TOKEN_IDS: list[dict[str, Any]] = [
+    {"model": "demo", "prompt": [104, 105], "max_tokens": 3},
+    {"model": "demo", "prompt": [[104, 105], [104]], "max_tokens": 3, "n": 2},
+]
+STREAMED: list[tuple[str, dict[str, Any], bool]] = [
+    ("/v1/chat/completions", chat(n=2), False),
+    ("/v1/completions", {"model": "demo", "prompt": ["once", "twice"], "max_tokens": 3}, False),
+    *(("/v1/completions", body, True) for body in TOKEN_IDS),
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), STREAMED, ids=["chat", "texts", "token ids", "lists of token ids"])
-async def test_usage_is_streamed_only_when_asked_for(site: Site, path: str, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("path", "body", "counts"), STREAMED, ids=["chat", "texts", "token ids", "lists of token ids"])
+async def test_usage_is_streamed_only_when_asked_for(site: Site, path: str, body: dict[str, Any], counts: bool) -> None:
     async def usages(**fields: Any) -> list[Any]:
         reply = await client.post(path, json={**body, **fields, "stream": True})
         return [o["usage"] for p in events(reply.text)[:-1] if "usage" in (o := json.loads(p))]
 
     async with site.client() as client:
-        assert await usages() == []
+        assert counts or await usages() == []
         assert await usages(stream_options={}) == []
         assert await usages(stream_options={"include_usage": False}) == []
         *before, last = await usages(stream_options={"include_usage": True})
     assert set(before) == {None}
     assert last["total_tokens"] == last["prompt_tokens"] + last["completion_tokens"]
+
+
+@pytest.mark.parametrize("body", TOKEN_IDS, ids=["one prompt", "several prompts and answers"])
+async def test_a_stream_from_token_ids_closes_with_its_usage(site: Site, body: dict[str, Any]) -> None:
+    async with site.client() as client:
+        plain = await client.post("/v1/completions", json=body)
+        reply = await client.post("/v1/completions", json={**body, "stream": True})
+    *before, last = [json.loads(payload) for payload in events(reply.text)[:-1]]
+    assert last["usage"] == plain.json()["usage"]
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert not any("usage" in chunk for chunk in before)
 
 
 async def test_responses_always_tell_their_usage_in_the_last_event(site: Site) -> None:
