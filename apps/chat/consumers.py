@@ -31,7 +31,6 @@ import contextlib
 import logging
 import time
 from typing import Any
-from weakref import WeakSet
 
 import msgspec
 from channels.db import database_sync_to_async
@@ -39,14 +38,15 @@ from django.contrib.auth import get_user_model
 from django.db import DatabaseError
 
 from apps.accounts.auth import authenticate
-from apps.chat import services, turns, writing
+from apps.chat import news, offers, services, turns, writing
 from apps.chat.live import Shown, complete
-from apps.chat.recorder import Caller, Recorder
+from apps.chat.recorder import Recorder
 from apps.chat.recording import Recording
 from apps.chat.serialise import conversation_json, message_json, sibling_ids
 from apps.chat.services import ChatError
 from apps.chat.turns import Turn
-from inference.errors import NotServing, SluiceError, StoreUnavailable
+from apps.chat.writer import Caller
+from inference.errors import NotServing, StoreUnavailable
 from sluice import runtime
 from sluice.consumers import StreamingWebSocketConsumer
 
@@ -65,7 +65,6 @@ GOODBYE = frozenset({1000, 1001, 4001, SIGNED_OUT})
 ASK_AGAIN = 3.0
 """An open stream asks this often, in seconds, whether its session still lasts."""
 
-_sockets: WeakSet[ChatConsumer] = WeakSet()
 _recorder: Recorder | None = None
 
 
@@ -93,8 +92,8 @@ class ChatConsumer(StreamingWebSocketConsumer):
         self._left: list[Recording] = []
 
     async def on_open(self) -> None:
-        _sockets.add(self)
-        await self.send_json({"type": "hello", **_models(self.principal)})
+        news.join(self)
+        await self.send_json({"type": "hello", **offers.offered(self.principal)})
 
     async def on_text(self, text: str) -> None:
         try:
@@ -137,7 +136,7 @@ class ChatConsumer(StreamingWebSocketConsumer):
             await self._error(ref, "Something went wrong on the server.", "internal")
 
     async def on_close(self, code: int) -> None:
-        _sockets.discard(self)
+        news.leave(self)
         for recording in self._left:
             _unwatch(recording, self, lost=code not in GOODBYE)
 
@@ -173,11 +172,11 @@ class ChatConsumer(StreamingWebSocketConsumer):
             recording = keeper.start(turn, self._caller())
         await self.send_json({"type": "accepted", "id": ref, **payload})
         await self._stream(ref, recording, turn.answer)
-        self._tell_others(turn)
+        news.tell(self.principal.user_id, str(turn.conversation.id), str(turn.answer.id), but=self)
 
     def _start_turn(self, ref: str, body: dict[str, Any]) -> tuple[Turn, dict[str, Any]]:
         user = get_user_model().objects.get(pk=self.principal.user_id)
-        model = self._model(user, body)
+        model = offers.chosen(self.principal, user, body)
         turn = turns.start_turn(user, str(body.get("op", "send")), body, ref, model)
         messages = [message for message in (turn.user_message, turn.answer) if message is not None]
         return turn, {
@@ -185,25 +184,6 @@ class ChatConsumer(StreamingWebSocketConsumer):
             "messages": [message_json(message, sibling_ids(message)) for message in messages],
             "answer": str(turn.answer.id),
         }
-
-    def _model(self, user: Any, body: dict[str, Any]) -> str:
-        """The conversation's model; where none is chosen or it is gone, the first one served."""
-        settings: dict[str, Any] = {}
-        if body.get("conversation"):
-            settings = services.get_conversation(user, body["conversation"]).settings
-        elif body.get("message"):
-            settings = services.get_message(user, body["message"]).conversation.settings
-        elif isinstance(body.get("settings"), dict):
-            settings = body["settings"]
-        known = _models(self.principal)
-        chosen = settings.get("model")
-        if isinstance(chosen, str) and chosen:
-            if not self.principal.may_use(chosen):
-                raise ChatError("Your account may not use this model.", "model_not_allowed")
-            return chosen
-        if not known["default"]:
-            raise ChatError("No model is configured for your account.", "model_not_found")
-        return str(known["default"])
 
     async def _attach(self, ref: str, body: dict[str, Any]) -> None:
         if ref in self.tasks:
@@ -227,7 +207,7 @@ class ChatConsumer(StreamingWebSocketConsumer):
             await keeper.stop_message(message)
 
     async def _send_models(self, ref: str, body: dict[str, Any]) -> None:
-        await self.send_json({"type": "models", **_models(self.principal)})
+        await self.send_json({"type": "models", **offers.offered(self.principal)})
 
     async def _pong(self, ref: Any, body: dict[str, Any]) -> None:
         await self.send_json({"type": "pong", "id": ref})
@@ -271,7 +251,7 @@ class ChatConsumer(StreamingWebSocketConsumer):
                 final = dict(recording.final)
                 final["content"] = shown.advance(await runtime.offload(complete, final["text"]))
                 await self.send_json({"type": "done", "id": ref, "message": final})
-                self._tell(recording.user_id, str(recording.conversation_id), None)
+                news.tell(recording.user_id, str(recording.conversation_id), None, but=self)
                 return
             if recording.released:
                 await self.send_json({"type": "detached", "id": ref})
@@ -314,31 +294,6 @@ class ChatConsumer(StreamingWebSocketConsumer):
         ref = ref if isinstance(ref, str) else None
         await self.send_json({"type": "error", "id": ref, "error": {"message": message, "code": code}})
 
-    def _tell_others(self, turn: Turn) -> None:
-        self._tell(self.principal.user_id, str(turn.conversation.id), str(turn.answer.id))
-
-    def _tell(self, user_id: int, conversation: str, answer: str | None) -> None:
-        """Let the user's other pages on this server look again; those elsewhere do when they are shown."""
-        news = {"type": "changed", "conversation": conversation, "answer": answer}
-        for socket in list(_sockets):
-            if socket is not self and socket.open and socket.principal.user_id == user_id:
-                _background(socket.send_json(news))
-
-
-_telling: set[asyncio.Task[None]] = set()
-
-
-def _background(coroutine: Any) -> None:
-    task = asyncio.get_running_loop().create_task(coroutine, name="chat news")
-    _telling.add(task)
-    task.add_done_callback(_told)
-
-
-def _told(task: asyncio.Task[None]) -> None:
-    _telling.discard(task)
-    if not task.cancelled():
-        task.exception()  # a page that has just gone needs no news
-
 
 def _unwatch(recording: Recording, watcher: object, *, lost: bool) -> None:
     try:
@@ -350,23 +305,3 @@ def _unwatch(recording: Recording, watcher: object, *, lost: bool) -> None:
 def _stored(message: Any) -> dict[str, Any]:
     message.refresh_from_db()
     return message_json(message, sibling_ids(message))
-
-
-def _models(principal: Any) -> dict[str, Any]:
-    """Configured models that the caller may use, the served ones marked; the default is the first served."""
-    try:
-        gateway = runtime.gateway()
-    except SluiceError:
-        return {"models": [], "default": None}
-    served = gateway.models()
-    models = [
-        {
-            "alias": alias,
-            "ready": alias in served,
-            "context_length": served[alias].context_length if alias in served else None,
-        }
-        for alias in gateway.aliases
-        if principal.may_use(alias) and (alias not in served or served[alias].kind == "generate")
-    ]
-    ready = [model["alias"] for model in models if model["ready"]] or [model["alias"] for model in models]
-    return {"models": models, "default": ready[0] if ready else None}

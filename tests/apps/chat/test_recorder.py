@@ -18,8 +18,9 @@ from django.db.models.query import QuerySet
 from apps.chat import turns
 from apps.chat.live import LiveMarkdown
 from apps.chat.models import Message
-from apps.chat.recorder import Caller, Recorder
+from apps.chat.recorder import Recorder
 from apps.chat.recording import Recording
+from apps.chat.writer import Caller
 from inference.config import Config
 from inference.messages import Frame
 from sluice import runtime
