@@ -37,6 +37,8 @@ def test_redis_that_was_never_there_is_told_once(arguments: list[str]) -> None:
 def test_other_mistakes_read_the_same() -> None:
     assert run("inflight", REDIS_URL="")[2].startswith("error: REDIS_URL is not set; give it")
     assert run("inflight", REDIS_URL=NOBODY, SLUICE_REDIS_TIMEOUT="soon")[2].startswith("error: SLUICE_REDIS_TIMEOUT")
+    both = run("drain", "--all", "s-1", "s-2", REDIS_URL=NOBODY)  # the names used to be ignored
+    assert both == (1, "", "error: --all is every server; leave it out to mean s-1 s-2\n")
     status, _, err = run("inflight", "--traceback", REDIS_URL="")
     assert status == 1 and "Traceback" in err
 

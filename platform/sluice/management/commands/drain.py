@@ -31,6 +31,8 @@ class Command(SluiceCommand):
         parser.add_argument("--undo", action="store_true", help="serve again")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        if options["all"] and options["servers"]:
+            raise CommandError(f"--all is every server; leave it out to mean {' '.join(options['servers'])}")
         config = Config.from_env()
         if not config.redis_url:
             raise CommandError(NO_REDIS)
