@@ -147,7 +147,11 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="e"):
 
 
 class Superseded(msgspec.Struct, frozen=True, array_like=True, tag="x"):
-    """To a server: another reader has taken over the stream of this request, its ``turn``-th."""
+    """To a server: another reader has taken over the stream of this request, its ``turn``-th.
+
+    Nothing reads ``reader``. It keeps its place in the array, as servers of several versions
+    tell each other this during a rolling update.
+    """
 
     id: str
     reader: str

@@ -259,10 +259,3 @@ def top_level(tokens: Sequence[Token]) -> list[list[Token]]:
 
 def render_tokens(tokens: Sequence[Token], env: dict[str, Any]) -> str:
     return clean(PARSER.renderer.render(tokens, PARSER.options, env))
-
-
-@lru_cache(maxsize=512)
-def render(text: str) -> str:
-    """A whole message as HTML."""
-    env: dict[str, Any] = {}
-    return render_tokens(PARSER.parse(text, env), env)

@@ -163,11 +163,6 @@ class Gateway(Questions):
     def streams(self) -> list[RequestStream]:
         return self._hub.streams()
 
-    @property
-    def untold(self) -> int:
-        """Requests of this server whose end has neither been told nor handed to another."""
-        return self._ledger.open
-
     # -- requests --------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -302,7 +297,7 @@ class Gateway(Questions):
             else:
                 stream.admit(attached.turn)
                 self._hub.overtaken(request_id, attached.turn)  # a reader here need not wait for the message
-                stream.job = attached.job
+                stream.job, stream.created_ms = attached.job, attached.created_ms
                 stream.phase = "queued" if attached.state == State.QUEUED else "running"
                 stream.attempt = attached.attempt
                 stream.position = lambda: self.views.position(attached.model, request_id)
@@ -323,6 +318,7 @@ class Gateway(Questions):
         ending = await self.store.ending(stream.id) if word == "gone" else None
         if ending is None or (owner and ending.owner != owner):
             raise NotFound(f"There is no request {stream.id} to attach to.")
+        stream.created_ms = ending.created_ms
         stream.outcome = Outcome(State(ending.state), Reason(ending.reason))
         if ending.state != State.FINISHED:
             stream.closing = RequestEnded(stream.outcome)

@@ -43,11 +43,6 @@ class Ledger:
         """What the last log line and the spans of each request need."""
         self._loose: set[asyncio.Task[None]] = set()
 
-    @property
-    def open(self) -> int:
-        """Requests whose end has not been told."""
-        return len(self._traces)
-
     async def close(self) -> None:
         """Wait, for a second at most, for what is still being found out."""
         if self._loose:

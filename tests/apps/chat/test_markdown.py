@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apps.chat.live import LiveMarkdown, Shown, complete, complete_content
-from apps.chat.markdown import HIGHLIGHT_SECONDS, code_lines, render
+from apps.chat.markdown import HIGHLIGHT_SECONDS, PARSER, code_lines, render_tokens
 
 TAGS = (
     {"p", "br", "hr", "strong", "em", "s", "del", "code", "pre", "span", "a", "blockquote"}
@@ -38,6 +38,12 @@ HOSTILE = [
     "[ref]: javascript:alert(1)\n\n[ref]",
     "# <h1 onclick=a>\n\nx\n===\n<!-- --><![CDATA[<script>]]>",
 ]
+
+
+def render(text: str) -> str:
+    """A whole message as HTML."""
+    env: dict[str, Any] = {}
+    return render_tokens(PARSER.parse(text, env), env)
 
 
 class Checker(HTMLParser):
