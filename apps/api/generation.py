@@ -91,6 +91,7 @@ class Generation:
             await self._stack.__aexit__(type(exc), exc, exc.__traceback__)
             raise
         self._group = StreamGroup(self.streams)
+        plan.created = self.streams[0].created_ms // 1000  # what every other server says that reads it again
         return self
 
     async def __aexit__(

@@ -66,7 +66,7 @@ class Reattached(Generation):
         self.plan = Plan(
             self.request_id, model, "attach", tokenizer, [], prompt, stream=True, resumable=True,
             options=StreamOptions(include_usage=True),
-            show_logprobs=job.params.logprobs if job is not None else None,
+            show_logprobs=job.params.logprobs if job is not None else None, created=stream.created_ms // 1000,
         )  # fmt: skip
         self.choices = [Choice(tokenizer, None, logprobs=True)]
         self.streams = [stream]

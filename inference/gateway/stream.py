@@ -103,6 +103,7 @@ class RequestStream:
         self.attempt = 0
         self.outcome: Outcome | None = None
         self.created_ms = 0
+        """When it was accepted, by the Redis clock; 0 before."""
         self.tokens = 0
         self.cached = 0
         """Prompt tokens that the engine found in its prefix cache."""

@@ -77,6 +77,7 @@ class Attached(msgspec.Struct, frozen=True):
     prompt_tokens: int
     job: Job
     turn: int
+    created_ms: int
 
 
 class RequestView(msgspec.Struct, frozen=True):

@@ -187,9 +187,8 @@ class RequestStore:
         if word != "ok":
             return str(word)
         state, model, endpoint, of, attempt, prompt = (x.decode() for x in reply[1:7])
-        return Attached(
-            request_id, state, model, endpoint, of, int(attempt), int(prompt), decode_job(reply[7]), int(reply[8])
-        )
+        job, turn, created_ms = decode_job(reply[7]), int(reply[8]), int(reply[9])
+        return Attached(request_id, state, model, endpoint, of, int(attempt), int(prompt), job, turn, created_ms)
 
     async def read_log(self, request_id: str, after: int, limit: int) -> list[bytes]:
         """Encoded frames with sequence numbers above ``after``, at most ``limit``."""

@@ -1,7 +1,9 @@
-"""A resumable request that is read again in the very moment in which it ends."""
+"""A resumable request that is read again: in the very moment in which it ends, and long after it was accepted."""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,6 +16,8 @@ from apps.api.reattached import Reattached
 from inference.engine.scripted_tokenizer import ScriptedTokenizer
 from inference.gateway import RequestStream
 from inference.messages import Ending
+from tests.apps.api.live import Site, chat
+from tests.support import eventually
 
 CALLER = Principal("key:ab", None, False, frozenset({"generate", "read"}), None, "a key")
 ENDING = Ending(
@@ -73,3 +77,27 @@ async def test_what_is_not_known_any_more_is_left_again(monkeypatch: pytest.Monk
             pass
     assert refused.value.status == 404
     assert gateway.left == 1
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("tokens", [3, 1000])
+async def test_it_says_when_it_was_accepted_not_when_it_was_read_again(site: Site, tokens: int) -> None:
+    """Both of one that has ended, and of one that has not."""
+    body = chat(model="slow", max_tokens=tokens, ignore_eos=True, stream=True, resumable=True)
+
+    async def created(method: str, path: str, **more: object) -> tuple[int, str]:
+        """Of the first event; what an ended request still says is read to the end, and what goes on is left."""
+        async with client.stream(method, path, **more) as reply:  # type: ignore[arg-type]
+            lines = reply.aiter_lines()
+            first = json.loads(await anext(line[6:] async for line in lines if line.startswith("data: ")))
+            if tokens < 10:
+                assert [line async for line in lines if line == "data: [DONE]"]
+            return int(first["created"]), reply.headers["x-sluice-request"]
+
+    async with site.client() as client:
+        said, request = await created("POST", "/v1/chat/completions", json=body)
+        view = (await client.get(f"/v1/requests/{request}")).json()
+        assert view["created_ms"] // 1000 == said
+        await eventually(lambda: time.time() >= said + 2, what="another second has begun")
+        assert await created("GET", f"/v1/requests/{request}/events") == (said, request)
+        await client.delete(f"/v1/requests/{request}")
