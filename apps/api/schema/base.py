@@ -55,6 +55,11 @@ _AT = " - at `"
 _PATH = re.compile(r"(?:(key|\.\.\.)` in `)?\$([A-Za-z0-9_.\[\]]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.S)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
+_TYPES = re.compile(r"`([a-z |]+)`")
+_WORDS = {
+    "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean",
+    "array": "an array", "object": "an object",
+}  # fmt: skip
 
 
 class Decoder(Generic[T]):
@@ -96,6 +101,18 @@ def expect_nothing(raw: bytes) -> None:
         _decode_nothing(raw)
 
 
+def in_words(text: str) -> str:
+    """One of msgspec's messages with "an integer or null" for its ``int | null``."""
+    if not text.startswith("Expected "):
+        return text  # the others quote what the client has sent
+    return _TYPES.sub(lambda found: _either([_WORDS.get(kind, kind) for kind in found[1].split(" | ")]), text)
+
+
+def _either(kinds: list[str]) -> str:
+    *rest, last = kinds
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
 def explain(text: str, inside: str = "") -> ApiError:
     """Turn one of msgspec's messages into an error that names the field.
 
@@ -117,7 +134,7 @@ def explain(text: str, inside: str = "") -> ApiError:
     name = path.rpartition(".")[2].partition("[")[0]
     if name in REFUSED and text.startswith("Expected `null`"):
         return invalid(f"{path!r} is not supported: {REFUSED[name]}", path, "unsupported_parameter")
-    sentence = text[0].lower() + text[1:]
+    sentence = text[0].lower() + in_words(text)[1:]
     if not path:
         return invalid(f"The body is wrong: {sentence}.", None, "invalid_value")
     return invalid(f"Invalid value for {path!r}: {sentence}.", path, "invalid_value")

@@ -92,6 +92,26 @@ async def test_oc_03_bad_field_is_refused_alike_in_both_modes(site: Site, fields
     assert error["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"max_tokens": "10"}, "'max_tokens': expected an integer or null, got a string."),
+        ({"temperature": True}, "'temperature': expected a number or null, got a boolean."),
+        ({"top_p": 1.1}, "'top_p': expected a number <= 1.0."),
+        ({"stop": 5}, "'stop': expected a string, an array or null, got an integer."),
+        ({"stop": [""]}, "'stop[0]': expected a string of length >= 1."),
+        ({"messages": None}, "'messages': expected an array, got null."),
+        ({"logit_bias": {"`int`": 1}}, "'logit_bias': expected an integer, got a string as a key."),
+        ({"messages": [{"role": "`int | null`", "content": ""}]}, "'messages[0].role': invalid value '`int | null`'."),
+    ],
+)
+def test_what_was_expected_is_said_in_words(fields: dict[str, Any], said: str) -> None:
+    """Not in the names of Python's types; and what the client has sent is quoted as it is."""
+    with pytest.raises(ApiError) as refused:
+        decode_chat(json.dumps(chat(**fields)).encode())
+    assert refused.value.message == f"Invalid value for {said}"
+
+
 @pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b"null", b"5", b'"x"', b"\xff", b"{" * 100_000, b'{"a":' * 50_000])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/detokenize"])
 async def test_oc_03_broken_bodies(site: Site, path: str, raw: bytes) -> None:
