@@ -9,6 +9,7 @@ import pytest
 
 from sluice.conf import ServerConfig
 from sluice.exchanges import ExchangeRegistry
+from sluice.server import drain as drain_module
 from sluice.server.drain import Drain, DrainHooks
 from sluice.status import ServerState, ServerStatus
 from tests.support import eventually, turns
@@ -134,6 +135,33 @@ async def test_a_redis_that_says_nothing_holds_up_no_step(
     exchange = drain.exchanges.open("sse", "/x", "r1")
     drain.on_sigterm()
     await asyncio.wait_for(ended.wait(), 20)
+    exchange.release()
+    await eventually(lambda: "stop" in server.calls)
+
+
+async def test_a_drain_says_every_five_seconds_what_it_waits_for(
+    parts: tuple[Drain, Server, Hooks], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the pause, too, which was silent however long it was; as a warning from half a minute on."""
+    assert (drain_module.LOG_EVERY, drain_module.WARN_AFTER) == (5.0, 30.0)
+    monkeypatch.setattr(drain_module, "LOG_EVERY", 0.01)
+    caplog.set_level("INFO", "sluice.drain")
+    drain, server, _ = parts
+    drain.config = ServerConfig(pre_drain=1000, drain_deadline=1000, termination_grace=None)
+    exchange = drain.exchanges.open("sse", "/x", "r1")
+
+    def said(state: ServerState, level: str) -> bool:
+        lines = [r for r in caplog.records if r.__dict__.get("event") == "drain_progress" and r.levelname == level]
+        of_state = [line.getMessage() for line in lines if f"draining ({state})" in line.getMessage()]
+        assert all("s left; exchanges: sse /x=1; no requests; open: r1" in line for line in of_state)
+        return len(of_state) > 2
+
+    drain.on_sigterm()
+    await eventually(lambda: said(ServerState.PAUSING, "INFO"))
+    monkeypatch.setattr(drain_module, "WARN_AFTER", 0.0)
+    await eventually(lambda: said(ServerState.PAUSING, "WARNING"))
+    drain.on_sigint()
+    await eventually(lambda: said(ServerState.FINISHING, "WARNING"))
     exchange.release()
     await eventually(lambda: "stop" in server.calls)
 

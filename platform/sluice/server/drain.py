@@ -205,7 +205,13 @@ class Drain:
 
     async def _pause(self) -> None:
         self._move(ServerState.PAUSING)
-        await self._wait(self._skip_pause.wait(), self.config.pre_drain)
+        ends = time.monotonic() + self.config.pre_drain
+        while (left := ends - time.monotonic()) > LOG_EVERY:
+            await self._wait(self._skip_pause.wait(), LOG_EVERY)
+            if self._skip_pause.is_set():
+                return
+            self._report_open()
+        await self._wait(self._skip_pause.wait(), left)
 
     def _refuse(self) -> None:
         self._move(ServerState.REFUSING)
