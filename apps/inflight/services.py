@@ -79,11 +79,11 @@ def _log(actor: Any, ids: Sequence[str], text: str) -> None:
 WORKER_VERBS = {
     "quiet": "It finishes what it runs and takes nothing new until it is resumed.",
     "resume": "It takes new requests again.",
-    "drain": "It finishes what it runs, then exits; its pool does not replace it.",
+    "drain": "It finishes what it runs, then exits. Its place stays empty until its pool is started anew.",
     "restart": "It exits now; its requests go on, without loss, on another worker, and its pool starts a new one.",
 }
 SERVER_VERBS = {
-    "drain": "It stops accepting, finishes what is open, and hands resumable streams on.",
+    "drain": "It takes nothing new and finishes what is open, however long that takes. It does not exit.",
     "undrain": "It accepts again.",
 }
 

@@ -21,7 +21,7 @@ from inference.redisio import Commander, connect
 from inference.store import RequestStore, StoreViews
 from inference.ticks import next_tick, until_tick
 from inference.version import VERSION
-from inference.worker import MISCONFIGURED
+from inference.worker import MISCONFIGURED, RETIRED
 
 logger = logging.getLogger("sluice.pool")
 
@@ -56,6 +56,8 @@ class Supervisor:
         self._children: dict[int, Child] = {}
         self._draining = False
         self._misconfigured: ConfigError | None = None
+        self._retired = 0
+        """Places of workers that operators have drained; they stay empty as long as the pool lives."""
         self._started_ms = int(time.time() * 1000)
         self._failures = 0
         self.restarts = 0
@@ -130,6 +132,11 @@ class Supervisor:
                     f"a worker on {child.device} cannot start as it is configured (the reason stands above)"
                 )
                 self.drain()
+                break
+            if status == RETIRED:
+                self._retired += 1
+                logger.info("worker %s was drained for good", child.id, extra={"event": "worker_retired"})
+                await self._stop.wait()
                 break
             stable = child.ready.is_set() and time.monotonic() - child.started > _STABLE_AFTER
             self._failures = 0 if child.ready.is_set() else self._failures + 1
@@ -215,7 +222,7 @@ class Supervisor:
     async def _beat(self) -> None:
         k = self.store.keys
         children = self._children.values()
-        idle_slots = len(self._slots) - len(self._children)
+        idle_slots = len(self._slots) - len(self._children) - self._retired
         starting = [c.id for c in children if not c.ready.is_set()] + ["-"] * idle_slots
         beat = PoolBeat(
             id=self.id,

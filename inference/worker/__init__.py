@@ -2,3 +2,6 @@
 
 MISCONFIGURED = 78
 """Exit status of a worker that cannot start as it is configured: another one could not, either."""
+
+RETIRED = 79
+"""Exit status of a worker that an operator has drained: its pool starts no other in its place."""

@@ -17,7 +17,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from inference.parent import die_with_parent
-from inference.worker import MISCONFIGURED
+from inference.worker import MISCONFIGURED, RETIRED
 
 if TYPE_CHECKING:
     from inference.worker.worker import Worker
@@ -35,11 +35,18 @@ class _Process:
         self.drain_timeout: float = args.drain_timeout
         self.worker: Worker | None = None
         self.signals = 0
+        self.status = 0
 
     def on_signal(self) -> None:
         self.signals += 1
         if self.signals > 1:
-            self.drain_timeout = 0.0
+            self.hurry.set()
+        self.stop.set()
+
+    def on_command(self, verb: str) -> None:
+        """An operator's ``drain`` (for good) or ``restart`` (at once); of several the last one counts."""
+        self.status = RETIRED if verb == "drain" else 0
+        if verb == "restart":
             self.hurry.set()
         self.stop.set()
 
@@ -70,13 +77,13 @@ class _Process:
             on_beat=lambda: self.tell_parent(b"."),
             on_fatal=self.fatal,
         )
-        worker.on_command = lambda verb: self.on_signal()  # type: ignore[method-assign]
+        worker.on_command = self.on_command  # type: ignore[method-assign]
         await worker.start()
         loading = asyncio.create_task(self.load(worker, config), name="load")
         stopping = asyncio.create_task(self.stop.wait(), name="stop")
         await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
-            os._exit(0)  # nothing is held yet, and loading cannot be interrupted politely
+            os._exit(self.status)  # nothing is held yet, and loading cannot be interrupted politely
         # As in servers: a step makes thousands of short-lived objects, and what is loaded stays.
         gc.set_threshold(20_000, 20, 50)
         gc.collect()
@@ -89,9 +96,13 @@ class _Process:
         await worker.stop()
         if tracing.active():
             await asyncio.to_thread(tracing.shutdown)
-        return 0
+        return self.status
 
     async def drain(self, worker: Worker) -> None:
+        """Let it finish what it holds; hand that back as soon as there is a hurry."""
+        if self.hurry.is_set():
+            await worker.drain(0.0)
+            return
         drain = asyncio.create_task(worker.drain(self.drain_timeout))
         hurry = asyncio.create_task(self.hurry.wait())
         await asyncio.wait([drain, hurry], return_when=asyncio.FIRST_COMPLETED)
