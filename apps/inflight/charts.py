@@ -13,6 +13,8 @@ WIDTH, HEIGHT = 720, 120
 """Of the drawing, in its own units; it is stretched to the page."""
 _BREAK_MS = 4 * PERIOD * 1000
 """A longer time without a value breaks the line: nothing was measured, which is not the same as nothing."""
+_DOT = 6
+"""Stretches narrower than this, in units of the drawing, are drawn as dots."""
 
 Value = Callable[[Sample], float]
 
@@ -54,8 +56,8 @@ def nice(value: float) -> float:
     return next(step * power for step in (1, 2, 5, 10) if step * power >= value * (1 - 1e-9))
 
 
-def _paths(line: list[tuple[int, float]], since: int, top: float) -> list[str]:
-    """The ``points`` of one polyline for each stretch without a break."""
+def _paths(line: list[tuple[int, float]], since: int, top: float) -> list[dict[str, Any]]:
+    """The ``points`` of one polyline for each stretch without a break; ``dot``: too short to be seen as a line."""
     stretches: list[list[tuple[float, float]]] = []
     before = None
     for at, value in line:
@@ -64,7 +66,9 @@ def _paths(line: list[tuple[int, float]], since: int, top: float) -> list[str]:
         before = at
         stretches[-1].append(((at - since) / (SPAN * 1000) * WIDTH, HEIGHT * (1 - value / top)))
     for points in stretches:
-        if len(points) == 1:  # a lone value has to be seen too
-            x, y = points[0]
-            points[:] = [(x - 1, y), (x + 1, y)]
-    return [" ".join(f"{x:.1f},{y:.1f}" for x, y in points) for points in stretches]
+        if len(points) == 1:  # a line needs two ends; where they are one, its round caps are the dot
+            points *= 2
+    return [
+        {"points": " ".join(f"{x:.1f},{y:.1f}" for x, y in points), "dot": points[-1][0] - points[0][0] < _DOT}
+        for points in stretches
+    ]

@@ -119,13 +119,15 @@ def test_charts_are_lines_with_a_scale_and_words() -> None:
     inflight, rate, ttft = charts(samples, now)
     assert inflight["top"] == "50" and len(inflight["lines"]) == 2
     assert len(inflight["lines"][0]["paths"]) == 2, "nothing was measured for a while: the line is broken"
-    points = [tuple(map(float, p.split(","))) for p in inflight["lines"][0]["paths"][0].split()]
+    points = [tuple(map(float, p.split(","))) for p in inflight["lines"][0]["paths"][0]["points"].split()]
     assert points[0] == pytest.approx((WIDTH - 40 / 360 * WIDTH, HEIGHT * (1 - 40 / 50)))
     assert inflight["summary"].startswith("Requests in flight over the last hour. in flight: last 1, highest 40")
     assert rate["lines"][0]["last"] == "3.5" and ttft["lines"][1]["most"] == "0.90 s"
     assert len(ttft["lines"][0]["paths"]) == 2, "a sample without an ending is no break"
-    lone = charts([samples[0]], now)[0]["lines"][0]["paths"]
-    assert len(lone) == 1 and len(lone[0].split()) == 2
+    assert not any(path["dot"] for path in inflight["lines"][0]["paths"])
+    for few in (1, 2, 3):
+        (lone,) = charts(samples[:few], now)[0]["lines"][0]["paths"]
+        assert lone["dot"] and len(lone["points"].split()) == max(few, 2), "too short to be seen as a line"
     assert all(c["empty"] and "Nothing has been measured" in c["summary"] for c in charts([], now))
     assert [nice(v) for v in (0, 1, 1.1, 2, 3, 7, 10, 11, 99, 5000)] == [1, 1, 2, 2, 5, 10, 10, 20, 100, 5000]
 
@@ -134,6 +136,7 @@ async def test_charts_on_the_page(bench: Bench, boss: AsyncClient) -> None:
     await bench.gateway.audit()
     page = (await boss.get(ENDINGS)).content.decode()
     assert page.count('<svg role="img"') == 3
+    assert '<polyline class="dot"' in page, "the one sample that there is can be seen"
     assert " style=" not in page.split('id="content-main"')[1].split("</figure>")[0], "CSP allows no inline style"
 
 
