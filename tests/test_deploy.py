@@ -54,6 +54,15 @@ def test_kubernetes_numbers_add_up() -> None:
     assert float(env["SLUICE_TERMINATION_GRACE"]) == grace
 
 
+def test_kubernetes_sets_no_variable_of_ours() -> None:
+    """By default the service ``sluice`` gives every pod ``SLUICE_PORT=tcp://...``, and no server starts with that."""
+    assert "sluice" in by_kind("Service")
+    pods = [d for d in documents() if d["kind"] in ("Deployment", "Job")]
+    assert len(pods) == 3
+    for document in pods:
+        assert document["spec"]["template"]["spec"]["enableServiceLinks"] is False, document["metadata"]["name"]
+
+
 def test_kubernetes_probes_and_selectors() -> None:
     server = by_kind("Deployment")["sluice-server"]["spec"]
     container = server["template"]["spec"]["containers"][0]
