@@ -14,13 +14,14 @@ from typing import Any, Literal
 from inference import metrics
 from inference.config import Config, host_name
 from inference.errors import NotFound, NotServing, Refused, StoreUnavailable, TooLarge, UnknownModel
+from inference.gateway.ended import Detached, RequestEnded
 from inference.gateway.hub import Hub
 from inference.gateway.ledger import Ledger
 from inference.gateway.presence import Presence
 from inference.gateway.questions import Questions
 from inference.gateway.sampler import Sampler
 from inference.gateway.settler import Settler
-from inference.gateway.stream import Detached, RequestEnded, RequestStream
+from inference.gateway.stream import RequestStream
 from inference.lifecycle import Outcome, Reason, State
 from inference.messages import (
     Ending,

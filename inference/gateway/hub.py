@@ -12,7 +12,8 @@ import msgspec
 from redis.asyncio import Redis
 
 from inference.errors import SluiceError, StoreUnavailable
-from inference.gateway.stream import Detached, RequestEnded, RequestStream
+from inference.gateway.ended import Detached, RequestEnded
+from inference.gateway.stream import RequestStream
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Claimed, Ended, ServerCommand, Step, Superseded, decode_server_message
 from inference.redisio import Subscriber

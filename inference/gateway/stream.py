@@ -10,66 +10,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from inference.errors import SluiceError, StoreUnavailable
+from inference.gateway.bell import Bell
+from inference.gateway.ended import Detached, RequestEnded
 from inference.lifecycle import Outcome, Reason, State
 from inference.messages import Frame, Job, decode_frame
 
 _LOG_PAGE = 256
 _RETRY_AFTER = 0.25
 """Seconds after which a log that could not be read is read again."""
-
-_SENTENCES = {
-    Reason.USER: "The request was cancelled.",
-    Reason.ADMIN: "The request was cancelled by an operator.",
-    Reason.DEADLINE: "The request did not finish within its time limit.",
-    Reason.SHUTDOWN: "The server is shutting down.",
-    Reason.CLIENT_GONE: "The request was given up because its client went away.",
-    Reason.WORKER_LOST: "The worker generating this answer was lost and it could not be continued.",
-    Reason.STATE_LOST: "The state of this request was lost.",
-    Reason.ENGINE_ERROR: "The engine failed on this request.",
-}
-
-
-class RequestEnded(SluiceError):
-    """The request was ended by somebody other than its reader; ``outcome`` says how."""
-
-    def __init__(self, outcome: Outcome, message: str = "") -> None:
-        super().__init__(message or _SENTENCES.get(outcome.reason, str(outcome)))
-        self.outcome = outcome
-
-
-class Detached(SluiceError):
-    """This reader is done although the request goes on: re-attach to it.
-
-    ``superseded`` tells a newer reader (true) from a server that shuts down (false).
-    """
-
-    def __init__(self, message: str, *, superseded: bool) -> None:
-        super().__init__(message)
-        self.superseded = superseded
-
-
-class Bell:
-    """Wakes one waiting reader; rung while nobody waits, it is heard by the next. Cheaper than an Event."""
-
-    __slots__ = ("_rung", "_waiter")
-
-    def __init__(self) -> None:
-        self._rung = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def ring(self) -> None:
-        self._rung = True
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    def silence(self) -> None:
-        self._rung = False
-
-    async def heard(self) -> None:
-        if not self._rung:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
 
 
 class RequestStream:
@@ -244,16 +192,26 @@ class RequestStream:
         """
         while True:
             ready = self.at_hand()
-            if ready is None and not self._quiet:
-                ready = await self._ready()
+            if ready is None and not self.quiet:
+                ready = await self.ready()
             if ready is not None:
                 return ready
             self._waiting_since = 0.0
             self._bell.silence()
             await self._bell.heard()
 
+    # -- its parts, for a reader of several streams ----------------------------------------------
+
+    def ring_with(self, bell: Bell) -> None:
+        """From now on news rings ``bell``; the reader says when all of its streams are :meth:`delivered`."""
+        self._group = bell
+
+    def delivered(self) -> None:
+        """The reader has the last frame of this stream and of all its fellows."""
+        self._waiting_since = time.monotonic()
+
     @property
-    def _quiet(self) -> bool:
+    def quiet(self) -> bool:
         """Whether there is nothing to do but wait, apart from frames."""
         return not (self._behind or self._ping) and self._ended is None and self.closing is None
 
@@ -267,7 +225,8 @@ class RequestStream:
         self._ping = False
         return self._deliver(frames)
 
-    async def _ready(self) -> list[Frame] | None:
+    async def ready(self) -> list[Frame] | None:
+        """More of the log, the end, or ``[]`` for a ping; ``None`` where there is neither. Raises as :meth:`next`."""
         self._waiting_since = 0.0
         if not self._frames and self._behind and self._retry is None:
             await self._catch_up()
@@ -282,6 +241,8 @@ class RequestStream:
             self._ping = False
             return []
         return None
+
+    # -- frames ----------------------------------------------------------------------------------
 
     def _deliver(self, frames: list[Frame]) -> list[Frame]:
         last = frames[-1]
@@ -348,52 +309,3 @@ class RequestStream:
     def _notify(self) -> None:
         bell = self._group
         (self._bell if bell is None else bell).ring()
-
-
-class StreamGroup:
-    """Several streams read as one, for requests with more than one choice."""
-
-    def __init__(self, streams: Sequence[RequestStream]) -> None:
-        self.streams = list(streams)
-        self._bell = Bell()
-        self._open = dict(enumerate(self.streams))
-        if len(self.streams) > 1:
-            for stream in self.streams:
-                stream._group = self._bell
-
-    async def next(self) -> list[tuple[int, list[Frame]]]:
-        """(index, frames) of every stream that has some; ``[]`` asks for a ping.
-
-        A stream leaves the group with its last frame. Raises as
-        :meth:`RequestStream.next`, for the first stream that fails.
-        """
-        if len(self.streams) == 1 and self._open:
-            only = await self.streams[0].next()
-            if only and only[-1].finish is not None:
-                self._open.clear()
-            return [(0, only)] if only else []
-        while True:
-            self._bell.silence()
-            ready: list[tuple[int, list[Frame]]] = []
-            ping = False
-            for index, stream in list(self._open.items()):
-                frames = stream.at_hand()
-                if frames is None and not stream._quiet:
-                    frames = await stream._ready()
-                if frames:
-                    ready.append((index, frames))
-                    if frames[-1].finish is not None:
-                        del self._open[index]
-                elif frames is not None:
-                    ping = True
-            if not self._open:
-                for stream in self.streams:
-                    stream._waiting_since = time.monotonic()
-            if ready or ping or not self._open:
-                return ready
-            await self._bell.heard()
-
-    @property
-    def done(self) -> bool:
-        """Whether every stream has delivered its last frame."""
-        return not self._open
