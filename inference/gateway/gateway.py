@@ -16,6 +16,7 @@ from inference.config import Config, host_name
 from inference.errors import NotFound, NotServing, Refused, StoreUnavailable, TooLarge, UnknownModel
 from inference.gateway.ended import Detached, RequestEnded
 from inference.gateway.hub import Hub
+from inference.gateway.leaving import Leaving
 from inference.gateway.ledger import Ledger
 from inference.gateway.presence import Presence
 from inference.gateway.questions import Questions
@@ -39,8 +40,6 @@ from inference.version import VERSION
 
 logger = logging.getLogger("sluice.gateway")
 
-_SETTLE_WAIT = 2.0
-"""Seconds for which a finished answer waits for Redis before its body ends all the same."""
 _UNSERVED_LIMIT = 20.0
 """Seconds without a worker, or one on its way, after which a model's waiting requests end."""
 
@@ -79,6 +78,7 @@ class Gateway(Questions):
         self.views = StoreViews(self.redis, self.store.keys)
         self._ledger = Ledger(self.store, self.id, on_accepted=on_accepted, on_ending=on_ending)
         self.settler = Settler(self.store, self.id, self._ledger.ended)
+        self._leaving = Leaving(self.store, self.redis, self.settler, self._ledger, config)
         self.presence = Presence(self.store, self.views, self.id, self._beat)
         self.reaper = Reaper(self.store, self.views, self._ledger.ended)
         self._series = Series(self.redis, self.store.keys)
@@ -206,7 +206,7 @@ class Gateway(Questions):
             trace.read(stream)
             accepted = not (submitted.done() and not submitted.cancelled() and _refused(submitted))
             if accepted:
-                await self._leave(stream, failure, submitted)
+                await self._leaving.leave(stream, failure, submitted)
             else:
                 self._ledger.forget(stream.id)
 
@@ -223,53 +223,6 @@ class Gateway(Questions):
         if need > info.capacity_tokens:
             raise TooLarge(f"Prompt and answer need {need} tokens; at most {info.capacity_tokens} can be served.")
         return info
-
-    async def _leave(
-        self, stream: RequestStream, failure: BaseException | None, submitted: asyncio.Future[Any] | None
-    ) -> None:
-        after = None if submitted is None or submitted.done() else submitted
-        gone = isinstance(failure, (asyncio.CancelledError, GeneratorExit))
-        # As the stream knows it: on its way here the exception may have become another.
-        ended = failure if isinstance(failure, RequestEnded) else stream.ended
-        if failure is not None and isinstance(ended, RequestEnded) and stream.outcome is None:
-            # Somebody else settled it, or its state is gone; the guard makes this harmless.
-            stream.outcome = ended.outcome
-            self.store.doubt(stream.id)
-        grace = None
-        if isinstance(failure, Detached) or (isinstance(stream.ended, Detached) and failure is not None):
-            if stream.ended is not None and getattr(stream.ended, "superseded", False):
-                self._ledger.forget(stream.id)
-                return
-            grace = self.config.resume_grace
-        elif (gone or isinstance(failure, StoreUnavailable)) and self._resumes(stream):
-            grace = self.config.resume_grace
-        outcome = self._outcome(stream, failure)
-        note = self.settler.put(stream.id, outcome, grace=grace, reader=stream.reader, after=after)
-        note.add_done_callback(lambda _: self._ledger.left(stream, detached=grace is not None))
-        if not gone:
-            # After an outage that was too long already, nothing is gained by waiting once more.
-            away = self.redis.outage() > self.config.redis_outage_limit
-            await asyncio.wait([note], timeout=0.0 if away else _SETTLE_WAIT)
-
-    @staticmethod
-    def _resumes(stream: RequestStream) -> bool:
-        """Whether the request may go on without this reader."""
-        return stream.resumable and stream.finish is None and stream.outcome is None
-
-    @staticmethod
-    def _outcome(stream: RequestStream, failure: BaseException | None) -> Outcome:
-        if stream.outcome is not None:
-            return stream.outcome
-        if stream.finish in ("stop", "length"):
-            return Outcome.finished(stream.finish)
-        if stream.finish is not None:
-            return Outcome.failed(Reason.ENGINE_ERROR)
-        # Refused was not this one but another of the same call, which needs all of them.
-        if failure is None or isinstance(failure, (asyncio.CancelledError, GeneratorExit, OSError, Refused)):
-            return Outcome.cancelled(Reason.CLIENT_GONE)
-        if isinstance(failure, StoreUnavailable):
-            return Outcome.failed(Reason.STATE_LOST)
-        return Outcome.failed(Reason.ENGINE_ERROR)
 
     @asynccontextmanager
     async def attach(self, request_id: str, *, after_seq: int = 0, owner: str = "") -> AsyncIterator[RequestStream]:
@@ -313,7 +266,7 @@ class Gateway(Questions):
             if not isinstance(attached, str) and not isinstance(failure, NotFound):
                 if attached is None:
                     await asyncio.wait([call])
-                await self._leave(stream, failure, None)
+                await self._leaving.leave(stream, failure, None)
 
     async def _retained(self, stream: RequestStream, word: str, owner: str) -> None:
         ending = await self.store.ending(stream.id) if word == "gone" else None
