@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from tests.faults.harness import SLACK, Rig, Server
-from tests.faults.transports import STREAMING, TRANSPORTS, Call, undisturbed
+from tests.faults.transports import EVERY, STREAMING, TRANSPORTS, Call, undisturbed
 from tests.support import eventually
 
 MODELS = "scripted=scripted:rate=100,prefill=1,faults=1,context=100000,slots=4"
@@ -61,8 +61,10 @@ async def test_a_single_token_then_clean(site: tuple[Rig, Server], kind: str) ->
     await rig.quiet()
 
 
-@pytest.mark.parametrize("kind", TRANSPORTS)
-@pytest.mark.parametrize("moment", ["queued", "prefill", "decode"])
+MOMENTS = [(m, k) for m in ("queued", "prefill") for k in TRANSPORTS] + [("decode", k) for k in EVERY]
+
+
+@pytest.mark.parametrize(("moment", "kind"), MOMENTS)
 async def test_client_gone_is_one_abort(
     site: tuple[Rig, Server], kind: str, moment: str, timing: Callable[[str, float, float], None]
 ) -> None:
@@ -114,15 +116,20 @@ async def _gone(rig: Rig, request_id: str, held: int) -> bool:
 
 
 @pytest.mark.parametrize("kind", STREAMING)
-async def test_a_caller_that_stops_at_the_final_piece(site: tuple[Rig, Server], kind: str) -> None:
+@pytest.mark.parametrize("stays", [False, True])
+async def test_a_caller_that_stops_at_the_final_piece(site: tuple[Rig, Server], kind: str, stays: bool) -> None:
     """It has what it wanted and reads no further: neither the end chunk nor [DONE] is ever taken."""
     rig, server = site
     call = await Call.begin(rig, server, kind, 10)
     await call.pieces(1)
-    await call.leave()
+    await (call.stop_reading() if stays else call.leave())
     await rig.quiet()
     ending = await rig.ending(call.id)
-    assert ending.state in ("finished", "cancelled")
+    if stays:
+        assert (ending.state, ending.generated_tokens) == ("finished", 10)
+        await call.leave()
+    else:
+        assert ending.state in ("finished", "cancelled")
 
 
 async def test_cancel_is_idempotent(site: tuple[Rig, Server]) -> None:

@@ -1,4 +1,4 @@
-"""The five ways in which a client reads an answer, behind one face."""
+"""The ways in which a client reads an answer, behind one face."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from tests.support import eventually
 
 TRANSPORTS = ["sse-chat", "sse-generate", "json-chat", "sse-completions", "ws"]
 STREAMING = [t for t in TRANSPORTS if t != "json-chat"]
+WHOLE = ["json-chat", "json-completions", "json-generate", "json-responses"]
+"""Those that answer in one piece."""
+EVERY = [*TRANSPORTS, *WHOLE[1:], "sse-responses"]
 _PATHS = {
-    "sse-chat": "/v1/chat/completions",
-    "json-chat": "/v1/chat/completions",
-    "sse-generate": "/generate",
-    "sse-completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "generate": "/generate",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
 }
 
 
@@ -60,6 +63,7 @@ class Call:
         self.rig = rig
         self.server = server
         self.kind = kind
+        self.whole = kind in WHOLE
         self.id = ""
         self.status = 0
         self.reply = Reply()
@@ -75,7 +79,7 @@ class Call:
         """Send a request; returns once its id is known (``find``) and nothing else has been read."""
         self = cls(rig, server, kind)
         fields = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0, "model": "scripted", **fields}
-        before = {v.id for v in (await rig.views.page(0, 1000)).items} if find and kind == "json-chat" else set()
+        before = {v.id for v in (await rig.views.page(0, 1000)).items} if find and self.whole else set()
         if kind == "ws":
             self.socket = await connect(
                 f"ws://127.0.0.1:{server.port}/ws/v1/stream",
@@ -90,15 +94,18 @@ class Call:
                 assert accepted["type"] == "accepted", accepted
                 self.id = accepted["request_id"]
             return self
-        if kind.endswith("chat"):
+        endpoint = kind.partition("-")[2]
+        if endpoint == "chat":
             fields["messages"] = [{"role": "user", "content": prompt}]
+        elif endpoint == "responses":
+            fields["input"], fields["max_output_tokens"] = prompt, fields.pop("max_tokens")
         else:
             fields["prompt"] = prompt
-        if kind != "json-chat":
+        if not self.whole:
             fields["stream"] = True
-        make = server.post if find and kind != "json-chat" else server.send
-        self.exchange = await make(_PATHS[kind], fields, receive_buffer=receive_buffer)
-        if find and kind == "json-chat":
+        make = server.post if find and not self.whole else server.send
+        self.exchange = await make(_PATHS[endpoint], fields, receive_buffer=receive_buffer)
+        if find and self.whole:
 
             async def new() -> str:
                 page = await rig.views.page(0, 1000)
@@ -125,7 +132,7 @@ class Call:
         try:
             if self.socket is not None:
                 await self._read_socket(self.socket)
-            elif self.kind == "json-chat":
+            elif self.whole:
                 await self._read_json()
             else:
                 await self._read_events()
@@ -165,9 +172,20 @@ class Call:
         if self.status != 200:
             self.reply.error = body["error"]
             return
-        choice = body["choices"][0]
-        self.reply.add(choice["message"]["content"])
+        if self.kind == "json-responses":
+            self._take_response(body)
+            return
+        choice = body.get("choices", [body])[0]
+        self.reply.add(choice["message"]["content"] if "message" in choice else choice["text"])
         self.reply.finish, self.reply.done = choice["finish_reason"], True
+
+    def _take_response(self, response: dict[str, Any]) -> None:
+        """The last state of a response, alone or in the last event."""
+        self.reply.error = response["error"]
+        self.reply.finish = (response["incomplete_details"] or {}).get("reason", response["status"])
+        self.reply.done = response["status"] in ("completed", "incomplete")
+        if self.whole and self.reply.done:
+            self.reply.add(response["output"][0]["content"][0]["text"])
 
     async def _read_events(self) -> None:
         assert self.exchange is not None
@@ -188,6 +206,12 @@ class Call:
             if "error" in event:
                 self.reply.error = event["error"]
                 continue
+            if self.kind == "sse-responses":
+                if event["type"] == "response.output_text.delta":
+                    self.reply.add(event["delta"])
+                elif "response" in event and event["response"]["status"] != "in_progress":
+                    self._take_response(event["response"])
+                continue
             for choice in event.get("choices", [event]):
                 text = choice.get("text", choice.get("delta", {}).get("content"))
                 if text:
@@ -199,11 +223,15 @@ class Call:
         self.reading()
         await eventually(lambda: len(self.reply.pieces) >= count, timeout, what=f"{count} pieces")
 
-    async def leave(self) -> None:
-        """Vanish: reset the connection and read no more."""
+    async def stop_reading(self) -> None:
+        """Read no more, and stay connected."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def leave(self) -> None:
+        """Vanish: reset the connection and read no more."""
+        await self.stop_reading()
         if self.socket is not None:
             self.socket.transport.abort()
         if self.exchange is not None:
