@@ -83,7 +83,7 @@ class EmbeddedValkey:
             while not self._answers():
                 self._check_starting(deadline)
                 time.sleep(_POLL)
-        except BaseException:
+        except BaseException:  # also Ctrl-C and a cancellation: no server and no folder stay behind
             self.stop()
             raise
         return self.url
@@ -96,7 +96,7 @@ class EmbeddedValkey:
             while not self._answers():
                 self._check_starting(deadline)
                 await asyncio.sleep(_POLL)
-        except BaseException:
+        except BaseException:  # also Ctrl-C and a cancellation: no server and no folder stay behind
             self.stop()
             raise
         return self.url

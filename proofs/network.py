@@ -45,7 +45,7 @@ class Network:
     def __enter__(self) -> Self:
         try:
             self._build()
-        except BaseException:
+        except BaseException:  # also Ctrl-C: namespaces outlive the process
             self.close()
             raise
         return self

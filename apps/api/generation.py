@@ -88,6 +88,7 @@ class Generation:
             await self._stack.aclose()
             raise error from exc
         except BaseException as exc:
+            # Whatever it is, also that the client has gone: those already accepted end by it.
             await self._stack.__aexit__(type(exc), exc, exc.__traceback__)
             raise
         self._group = StreamGroup(self.streams)

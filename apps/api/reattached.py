@@ -48,6 +48,7 @@ class Reattached(Generation):
                 ending = None if stream.job is not None else await gateway.ending(self.request_id)
                 await self._prepare(stream, ending)
             except BaseException as exc:
+                # Whatever it is, also that the client has gone: the stream is left by it.
                 await self._stack.__aexit__(type(exc), exc, exc.__traceback__)
                 raise
         except NotFound:

@@ -191,6 +191,7 @@ class StreamConsumer(StreamingWebSocketConsumer):
         except ConnectionError:
             raise
         except Exception as exc:
+            # The edge of the task: its client gets an answer, and what owns the task logs the fault.
             await self._error(ref, exc)
             raise
         finally:

@@ -82,7 +82,7 @@ class OpenAIEngine:
         )
         try:
             told = await self._ask_context()
-        except BaseException:
+        except BaseException:  # also a cancellation: an engine that was not loaded keeps nothing open
             await self.close()
             raise
         self._context = self._config_context or told

@@ -198,7 +198,7 @@ class Gateway(Questions):
             stream.admit()
             yield stream
         except BaseException as exc:
-            failure = exc
+            failure = exc  # how the block is left decides the outcome
             raise
         finally:
             self._hub.remove(stream)
@@ -258,7 +258,7 @@ class Gateway(Questions):
             stream.clamp(int(await self.redis.call("LLEN", self.store.keys.log(request_id))))
             yield stream
         except BaseException as exc:
-            failure = exc
+            failure = exc  # how the block is left decides the outcome
             raise
         finally:
             self._hub.remove(stream)

@@ -135,7 +135,7 @@ class BatchingLoop:
                 streaming=True,
                 eos_token_id=sorted(generation.stop_ids) or [-1],
             )
-        except BaseException:
+        except BaseException:  # whatever the library raises: it does not have the sequence
             generation.started = False
             self._registry.discard(generation.key)
             raise

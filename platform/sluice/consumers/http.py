@@ -253,6 +253,7 @@ class StreamingHttpConsumer(AsyncConsumer):
 
                 await self._reply_error(draining(runtime.status.retry_after()))
         except Exception as exc:
+            # The edge of the handler's task: a reply, or the end of the answer that says it was broken off.
             if not self.headers_sent:
                 await self._reply_error(exc)
                 return

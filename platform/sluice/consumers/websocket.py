@@ -229,6 +229,7 @@ class StreamingWebSocketConsumer(AsyncConsumer):
                 else:
                     await self.on_bytes(message.get("bytes") or b"")
             except Exception as exc:
+                # The edge of one message: the socket and its other streams go on.
                 logger.error("message not handled", exc_info=exc, extra={"event": "socket_error"})
                 with contextlib.suppress(ConnectionError):
                     await self.on_error(exc)

@@ -66,7 +66,7 @@ class Client:
         self._thread.start()
         try:
             self._run(self._inner.__aenter__())
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the thread ends with what it was started for
             self._stop()
             raise
         return self
