@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.chat import ask, counted, last_answer, say, wait_done, wait_text
 from tests.e2e.conftest import open_chat
 from tests.e2e.site import Site
+from tests.support import eventually_sync
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -114,6 +115,41 @@ def test_nothing_is_wider_than_the_window(contexts: Callable[..., Any], site: Si
     page.locator(".row-item.current .more").click()
     page.click("#row-menu [data-act=delete]")
     assert fits("#confirm") and fits("#list") and fits("#sidebar")
+
+
+# To 960 px the keys are cards, to 640 px the usage is.
+@pytest.mark.parametrize("width", [320, 360, 768, 970])
+def test_all_of_ones_keys_and_usage_is_in_the_window(contexts: Callable[..., Any], site: Site, width: int) -> None:
+    page = open_chat(contexts(site, viewport={"width": width, "height": 800}))
+    say(page, "Counted.", "Count this")
+    wait_done(page)
+    page.goto("/accounts/keys/")
+    page.fill("#id_name", "A name of a key for the batch of every night, which is long")
+    page.fill("#id_allowed_models", "scripted")
+    page.click("text=Create key")
+    page.wait_for_selector(".keys")
+    assert cut(page, ".keys .button, .keys code") == []
+    page.locator(".keys .button").first.click()
+    page.wait_for_selector("text=Keep it")
+
+    page.goto("/")
+    if width < 860:
+        page.click("#open-sidebar")
+    page.click(".account")
+    page.click("#account-menu >> text=Usage")
+    eventually_sync(lambda: page.reload() and page.locator(".keys").count() == 1, 30, what="usage is written down")
+    assert cut(page, ".keys :is(tbody, tfoot) :is(th, td)") == []
+
+
+def cut(page: Any, selector: str) -> list[str]:
+    """What is not wholly within the window's width without scrolling; something has to be found at all."""
+    found = page.eval_on_selector_all(
+        selector,
+        """all => all.map(e => [e.getBoundingClientRect(), e.textContent])
+            .map(([box, text]) => [box.left < 0 || box.right > document.documentElement.clientWidth, text])""",
+    )
+    assert found, selector
+    return [text for outside, text in found if outside]
 
 
 def test_text_runs_in_the_direction_of_its_script(page: Any) -> None:
