@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -9,6 +10,7 @@ from django.core.management.base import BaseCommand, CommandError, SystemCheckEr
 from django.db import OperationalError, ProgrammingError
 
 from inference.errors import SluiceError, StoreUnavailable
+from sluice import variables
 
 NO_REDIS = "REDIS_URL is not set; give it the one that the servers use ('make serve' prints its own)"
 
@@ -29,6 +31,14 @@ class Command(BaseCommand):
                 raise
             self.stderr.write(f"error: {_words(exc)}")
             sys.exit(exc.returncode if isinstance(exc, CommandError) else 1)
+
+    def warn(self, *sentences: str) -> None:
+        for sentence in sentences:
+            self.stderr.write(self.style.WARNING(f"Warning: {sentence}"))
+
+    def warn_of_unknown_settings(self) -> None:
+        """For the commands that start something; what they start does not repeat it."""
+        self.warn(*variables.unknown(os.environ))
 
 
 def _words(exc: Exception) -> str:

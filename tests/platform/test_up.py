@@ -145,10 +145,12 @@ def test_from_nothing_to_ready_and_back_to_nothing(up):
 
 
 def test_name_and_password_of_the_first_user_can_be_chosen(up):
-    run = up(SLUICE_ADMIN_USER="root-user", SLUICE_ADMIN_PASSWORD="chosen-by-me-42")
+    run = up(SLUICE_ADMIN_USER="root-user", SLUICE_ADMIN_PASSWORD="chosen-by-me-42", SLUICE_ADMIN_MAIL="me@here")
     run.wait_ready()
     assert "sign in as   root-user" in run.output()
     assert "chosen-by-me-42" not in run.output()
+    said = run.output().count("Warning: SLUICE_ADMIN_MAIL is no setting")
+    assert said == 1, "the server and the pool need not repeat it"
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ class Command(SluiceCommand):
         parser.add_argument("--models", metavar="ALIAS,...", help="serve only these of SLUICE_MODELS")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        self.warn_of_unknown_settings()
         config, models = self._config(options)
         devices = parse_devices(config.devices)
         specs = [s for s in config.model_specs() if s.alias in models]

@@ -69,6 +69,7 @@ class Command(SluiceCommand):
         # Before anything slow: a signal during start-up ends the process quietly, with nothing begun.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _leave_now)
+        self.warn_of_unknown_settings()
         try:
             fields = {k: v for k, v in options.items() if k in ServerConfig.__struct_fields__}
             config = ServerConfig.from_env(**fields)
@@ -80,8 +81,7 @@ class Command(SluiceCommand):
                 "REDIS_URL is not set. Give it (for instance redis://localhost:6379/0), "
                 "or let 'make serve' bring its own Redis."
             )
-        for warning in config.warnings():
-            self.stderr.write(self.style.WARNING(f"Warning: {warning}"))
+        self.warn(*config.warnings())
         conf.use(config)
         if options["fd"] is not None:
             sys.exit(self._serve_inherited(config, options["fd"], options["ready_fd"]))
@@ -98,11 +98,9 @@ class Command(SluiceCommand):
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         if allowed < wanted:
-            self.stderr.write(
-                self.style.WARNING(
-                    f"Warning: {allowed} open files are allowed, but SLUICE_MAX_CONNECTIONS {config.max_connections} "
-                    f"needs {wanted}. Raise the limit (ulimit -n), or lower the setting."
-                )
+            self.warn(
+                f"{allowed} open files are allowed, but SLUICE_MAX_CONNECTIONS {config.max_connections} "
+                f"needs {wanted}. Raise the limit (ulimit -n), or lower the setting."
             )
 
     def _check_database(self) -> None:

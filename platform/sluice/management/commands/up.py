@@ -54,6 +54,7 @@ class Command(SluiceCommand):
         started = time.monotonic()
         signals = Signals()
         signals.install()
+        self.warn_of_unknown_settings()
         try:
             core, web = Config.from_env(), ServerConfig.from_env(host=host, port=port)
         except ConfigError as exc:
