@@ -22,7 +22,7 @@ from inference.children import spawn
 from inference.embedded import EmbeddedValkey
 
 POLL = 0.1
-#: Seconds between a Ctrl-C's first signal to a child and the second, which tells it to skip all waiting.
+#: Seconds that what runs may go on after a Ctrl-C, until a second signal tells a child to skip all waiting.
 PATIENCE = 2.0
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -41,6 +41,7 @@ class Signals:
     def __init__(self) -> None:
         self.count = 0
         self.hurried_at: float | None = None
+        self.patience = PATIENCE
         self._wake = -1
 
     @property
@@ -65,11 +66,13 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-        if number == signal.SIGINT or self.count > 1:
+        if self.hurry:
+            self.patience = 0.0  # a second Ctrl-C
+        elif number == signal.SIGINT or self.count > 1:
             self.hurry_up()
 
     def hurry_up(self) -> None:
-        """From now on stop at once: after a Ctrl-C, a second signal, or a fault."""
+        """From now on stop within seconds: after a Ctrl-C, a second signal, or a fault."""
         if self.hurried_at is None:
             self.hurried_at = time.monotonic()
 
@@ -125,7 +128,7 @@ class Child:
                 if now - started > self.grace:
                     return False
             else:
-                if not urged and now - max(started, signals.hurried_at) > PATIENCE:
+                if not urged and now - max(started, signals.hurried_at) > signals.patience:
                     urged = True
                     self._send(signal.SIGTERM)
                 if now - signals.hurried_at > self.hurried and urged:

@@ -176,6 +176,36 @@ def test_states_only_move_forward() -> None:
 
 
 @pytest.mark.parametrize(
+    ("signals", "said"),
+    [("int term", "SIGTERM: not"), ("term term", "SIGTERM again: not"), ("int int", "SIGINT again: not")],
+)
+async def test_the_signal_that_hurries_is_named_as_it_came(
+    parts: tuple[Drain, Server, Hooks], caplog: pytest.LogCaptureFixture, signals: str, said: str
+) -> None:
+    """``up`` follows one Ctrl-C by a SIGTERM, and nobody has seen another before."""
+    drain, _, _ = parts
+    drain.exchanges.open("sse", "/x", "r1")
+    for name in signals.split():
+        getattr(drain, {"term": "on_sigterm", "int": "on_sigint"}[name])()
+        await eventually(lambda: drain.status.state in (ServerState.FINISHING, ServerState.ENDING))
+    await eventually(lambda: drain.status.state is ServerState.ENDING)
+    drain.on_sigterm()
+    assert [r.message for r in caplog.records if "waiting" in r.message] == [f"{said} waiting any longer"]
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+
+
+async def test_a_signal_when_nothing_is_waited_for_says_nothing(
+    parts: tuple[Drain, Server, Hooks], caplog: pytest.LogCaptureFixture
+) -> None:
+    drain, server, _ = parts
+    drain.on_sigint()
+    await eventually(lambda: "stop" in server.calls)
+    drain.on_sigterm()
+    assert [r.message for r in caplog.records if "waiting" in r.message] == []
+
+
+@pytest.mark.parametrize(
     ("signals", "hurries"),
     [
         ("term term", True),

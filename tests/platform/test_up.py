@@ -226,6 +226,7 @@ def test_ctrl_c_ends_a_running_stream_and_all_the_rest(up):
         run.process.send_signal(signal.SIGINT)
         assert "error" in stream.read().decode()
     assert run.wait_end() == 0
+    assert "what still runs has 2 s" in run.output() and "again:" not in run.output(), "Ctrl-C was pressed once"
     assert time.monotonic() - asked < STOP_LIMIT
     assert gone(family)
     assert list(run.tmp.iterdir()) == []

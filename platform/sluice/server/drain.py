@@ -89,6 +89,8 @@ class Drain:
         self._skip_pause = asyncio.Event()
         self._skip_wait = asyncio.Event()
         self._began = 0.0
+        self._first = ""
+        """The signal that began the drain."""
 
     def attach(self, server: Any) -> None:
         self._server = server
@@ -125,13 +127,17 @@ class Drain:
                 # The first signal after a reload: it meant all processes, not "hurry".
                 self._replaced = False
                 return
+            if self.status.state is ServerState.ENDING:
+                return  # nothing is waited for any more
             if name == "SIGTERM" or self.status.refusing:
-                logger.warning("%s again: not waiting any longer", name, extra={"event": "drain_skip"})
+                again = " again" if name == self._first else ""
+                logger.warning("%s%s: not waiting any longer", name, again, extra={"event": "drain_skip"})
                 self._skip_pause.set()
                 self._skip_wait.set()
             return
         logger.info("%s: draining", name, extra={"event": "drain_signal"})
         self._exiting = True
+        self._first = name
         if self._task is not None:
             self._task.cancel()
         self._task = asyncio.get_event_loop().create_task(self._exit(), name="drain")

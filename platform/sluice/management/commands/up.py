@@ -29,7 +29,7 @@ from inference.pool import check_present, check_sharing, parse_devices
 from inference.redisio.connect import connect
 from sluice.command import Command as SluiceCommand
 from sluice.conf import ServerConfig
-from sluice.tree import POLL, Child, ChildEnded, ProcessTree, Signals, StopRequested
+from sluice.tree import PATIENCE, POLL, Child, ChildEnded, ProcessTree, Signals, StopRequested
 
 MIN_REDIS = (6, 2)
 #: Seconds after a Ctrl-C at which each part is killed if it still runs. All is gone within 10.
@@ -43,7 +43,8 @@ class Command(SluiceCommand):
     help = (
         "Run everything on this machine: migrate the database, fetch the default model if it is wanted and "
         "missing, start an embedded Valkey (unless REDIS_URL is set), the worker pool and the server, and say "
-        "how to sign in. Ctrl-C stops all of it within 10 seconds; SIGTERM lets running streams finish first."
+        "how to sign in. Ctrl-C stops all of it within 10 seconds, a second one without waiting for what runs; SIGTERM "
+        "lets running streams finish first."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -74,7 +75,8 @@ class Command(SluiceCommand):
                 tree.check()
                 signals.wait(WATCH)
         except StopRequested:
-            self._say("Stopping ..." if signals.hurry else "Draining (Ctrl-C to hurry) ...")
+            soon = f"Stopping; what still runs has {PATIENCE:g} s (Ctrl-C again ends it now) ..."
+            self._say(soon if signals.hurry else "Draining (Ctrl-C to hurry) ...")
         except (SluiceError, ChildEnded) as exc:
             problem = str(exc)
             signals.hurry_up()  # nobody can be served any more
