@@ -55,7 +55,7 @@ class ServerProcess:
     def wait_ready(self) -> ServerProcess:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        found = re.search(r"serves (http://([^:]+):(\d+))/", line)
+        found = re.search(r"Listening on (http://([^:]+):(\d+))/", line)
         assert found, f"no address in {line!r}; log:\n{self.text()}"
         self.url, self.host, self.port = found[1], found[2], int(found[3])
         return self

@@ -90,7 +90,7 @@ class MetricsSite:
             self.server = self._start("serve", "--port", "0", *serve, stderr=log, stdout=subprocess.PIPE)
         try:
             assert self.server.stdout is not None
-            found = re.search(r"serves (http://[^/]+)/", self.server.stdout.readline())
+            found = re.search(r"Listening on (http://[^/]+)/", self.server.stdout.readline())
             assert found, self.log.read_text()
             self.url = found[1]
             eventually_sync(self._ready, 120, every=0.1, what="the site is ready")

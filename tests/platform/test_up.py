@@ -124,6 +124,8 @@ def test_from_nothing_to_ready_and_back_to_nothing(up):
     run.wait_ready()
     with urllib.request.urlopen(f"http://127.0.0.1:{run.port}/readyz", timeout=5) as reply:
         assert reply.status == 200
+    listens, ready = (run.output().index(f"{word} http://127.0.0.1:{run.port}/") for word in ("Listening on", "s: "))
+    assert listens < ready, "a server that listens has no worker yet"
     assert re.search(r"sign in as +admin\n +password +\S+\n +API key +sk-", run.output())
     family = run.family()
     assert len(family) >= 4  # Valkey, pool, worker, server
@@ -255,7 +257,7 @@ def test_ctrl_c_while_starting(up):
 def test_ctrl_c_while_the_model_loads(up, model_folder):
     """A worker that loads answers no signal; the pool used to wait for it until it was killed itself."""
     run = up(SLUICE_MODELS="m=default")
-    eventually_sync(lambda: "no worker serves m" in run.output(), 60, what="loading")
+    eventually_sync(lambda: "listens, but is not ready: no worker serves m" in run.output(), 60, what="loading")
     family = run.family()
     run.process.send_signal(signal.SIGINT)
     assert run.wait_end(STOP_LIMIT) == 0, run.output()

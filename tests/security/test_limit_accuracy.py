@@ -51,7 +51,7 @@ def pair(
         second = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert second.stdout is not None
-        found = re.search(r"serves (http://[^/]+)/", second.stdout.readline())
+        found = re.search(r"Listening on (http://[^/]+)/", second.stdout.readline())
         assert found, (folder / "second.log").read_text()
         eventually_sync(lambda: httpx.get(f"{found[1]}/readyz").status_code == 200, 60, every=0.1)
         yield site.url, found[1], env

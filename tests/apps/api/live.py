@@ -117,7 +117,7 @@ def start(folder: Path, valkey: EmbeddedValkey, models: str = MODELS, **settings
 def _wait(site: Site, server: subprocess.Popen[str]) -> None:
     assert server.stdout is not None
     line = server.stdout.readline()
-    found = re.search(r"serves (http://[^/]+)/", line)
+    found = re.search(r"Listening on (http://[^/]+)/", line)
     assert found, site.log.read_text()
     site.url = found[1]
 
@@ -158,7 +158,7 @@ def another_server(site: Site, *, ready: str = "/readyz", **env: str) -> Iterato
         )
     assert server.stdout is not None
     try:
-        found = re.search(r"serves (http://[^/]+)/", server.stdout.readline())
+        found = re.search(r"Listening on (http://[^/]+)/", server.stdout.readline())
         assert found, site.log.read_text()
         eventually_sync(
             lambda: httpx.get(f"{found[1]}{ready}").status_code == 200, START_SECONDS, every=0.1, what="it is ready"

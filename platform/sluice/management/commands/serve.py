@@ -142,7 +142,7 @@ class Command(SluiceCommand):
 
         def ready() -> None:
             shown = f"[{host}]" if ":" in host else host
-            self.stdout.write(f"Sluice serves http://{shown}:{port}/ (pid {os.getpid()}). Ctrl-C stops it.")
+            self.stdout.write(f"Listening on http://{shown}:{port}/ (pid {os.getpid()}). Ctrl-C stops it.")
             self.stdout.flush()
 
         if config.processes > 1:

@@ -278,6 +278,7 @@ def missing_for_readiness(url: str) -> str | None:
                 reasons = json.load(exc).get("reasons")
             except (ValueError, AttributeError, OSError):
                 reasons = None
-        return "; ".join(map(str, reasons)) if reasons else f"the server answers {exc.code}"
+        why = "; ".join(map(str, reasons)) if reasons else f"it answers {exc.code}"
+        return f"the server listens, but is not ready: {why}"
     except OSError:
         return "the server is loading"
