@@ -17,6 +17,7 @@ class Delta(msgspec.Struct):
 
     Attributes:
         seq: number of the frame it stems from.
+        pieces: text and calls in the order of the answer, where there may be calls.
         logprobs: entries of the tokens whose text this completes.
         finish: ``stop``, ``length`` or ``tool_calls`` on the last one.
     """
@@ -24,6 +25,7 @@ class Delta(msgspec.Struct):
     seq: int
     text: str = ""
     calls: list[CallDelta] = []
+    pieces: list[str | CallDelta] = []
     logprobs: list[TokenLogprob] = []
     finish: str | None = None
     ids: list[int] = []
@@ -38,6 +40,7 @@ class Choice:
         self.echo = echo
         self.text: list[str] = []
         self.calls: list[CallDelta] = []
+        self.pieces: list[str | CallDelta] = []
         self.logprobs: list[TokenLogprob] = []
         self.tokens = 0
         self.cached = 0
@@ -71,6 +74,7 @@ class Choice:
         delta.ids, self._held_ids = self._held_ids, []
         self.text.append(delta.text)
         self.calls += delta.calls
+        self.pieces += delta.pieces
         self.logprobs += delta.logprobs
         return delta
 
@@ -78,13 +82,14 @@ class Choice:
         if self.parser is None:
             return Delta(frame.seq, frame.text)
         parsed = self.parser.feed(frame.text)
-        return Delta(frame.seq, parsed.content, parsed.calls)
+        return Delta(frame.seq, parsed.content, parsed.calls, parsed.pieces)
 
     def _close(self, delta: Delta, frame: Frame) -> None:
         if self.parser is not None:
             rest = self.parser.finish()
             delta.text += rest.content
             delta.calls += rest.calls
+            delta.pieces += rest.pieces
         # A stop string may lie in the arguments: what can not be read is no call that asks to be made.
         calls = self.parser is not None and self.parser.count > 0 and not self.parser.cut
         delta.finish = "tool_calls" if calls and frame.finish == "stop" else frame.finish

@@ -24,6 +24,9 @@ from dataclasses import dataclass, field
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 
+_decode = json.JSONDecoder(strict=False).raw_decode
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_MARKER = re.compile(f"{OPEN}|{CLOSE}")
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
@@ -39,10 +42,21 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Parsed:
-    """What became certain: content first, then pieces of calls."""
+    """What became certain, in the order of the answer: texts, and pieces of calls."""
 
-    content: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    pieces: list[str | CallDelta] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        if text:
+            self.pieces.append(text)
+
+    @property
+    def content(self) -> str:
+        return "".join(piece for piece in self.pieces if isinstance(piece, str))
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        return [piece for piece in self.pieces if isinstance(piece, CallDelta)]
 
 
 def new_call_id() -> str:
@@ -81,9 +95,11 @@ class ToolParser:
         """The answer has ended: give out whatever was held back."""
         out = Parsed()
         if self._state == "text":
-            out.content = self._visible(self._buffer)
+            out.say(self._visible(self._buffer))
         elif self._state == "head" and not self._whole(self._buffer, out):
-            out.content = self._gap + OPEN + self._buffer
+            out.say(self._gap + OPEN + self._buffer)
+        elif self._state == "tail" and not CLOSE.startswith((rest := _beyond(self._buffer)).strip()):
+            out.say(rest)
         self._buffer = ""
         return out
 
@@ -98,7 +114,7 @@ class ToolParser:
         at = self._buffer.find(OPEN)
         if at >= 0:
             before = self._buffer[:at]
-            out.content += self._visible(before.rstrip())
+            out.say(self._visible(before.rstrip()))
             self._gap = before[len(before.rstrip()) :]
             self._buffer = self._buffer[at + len(OPEN) :]
             self._state = "head"
@@ -107,7 +123,7 @@ class ToolParser:
         ready = self._buffer[: len(self._buffer) - keep]
         # Blanks may turn out to stand between content and a call; they wait.
         stripped = ready.rstrip()
-        out.content += self._visible(stripped) if stripped else ""
+        out.say(self._visible(stripped))
         self._buffer = self._buffer[len(stripped) :]
         return False
 
@@ -128,35 +144,33 @@ class ToolParser:
             return False
         block, self._buffer = self._buffer[:at], self._buffer[at + len(CLOSE) :]
         if not self._whole(block, out):
-            out.content += self._gap + OPEN + block + CLOSE
+            out.say(self._gap + OPEN + block + CLOSE)
         self._state = "text"
         return True
 
     def _begin(self, out: Parsed, name: str) -> None:
         self._muted = self.limit is not None and self.count >= self.limit
         if not self._muted:
-            out.calls.append(CallDelta(self.count, "", new_call_id(), name))
+            out.pieces.append(CallDelta(self.count, "", new_call_id(), name))
             self.count += 1
 
     def _whole(self, block: str, out: Parsed) -> bool:
         """A call whose keys stand in another order, or whose arguments are a string."""
         try:
             call = json.loads(block)
-        except ValueError:
-            return False
-        if not isinstance(call, dict) or call.get("name") not in self.names:
-            return False
-        arguments = call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
+            if not isinstance(call, dict) or not isinstance(name := call.get("name"), str) or name not in self.names:
                 return False
-        if not isinstance(arguments, dict):
+            arguments = call.get("arguments", call.get("parameters", {}))
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            if not isinstance(arguments, dict):
+                return False
+            text = _json(arguments)
+        except (ValueError, RecursionError):
             return False
-        self._begin(out, call["name"])
+        self._begin(out, name)
         if not self._muted:
-            out.calls.append(CallDelta(self.count - 1, json.dumps(arguments, ensure_ascii=False)))
+            out.pieces.append(CallDelta(self.count - 1, text))
         return True
 
     def _arguments(self, out: Parsed) -> bool:
@@ -164,7 +178,7 @@ class ToolParser:
         piece = self._buffer if end is None else self._buffer[:end]
         self._buffer = self._buffer[len(piece) :]
         if piece and not self._muted:
-            out.calls.append(CallDelta(self.count - 1, piece))
+            out.pieces.append(CallDelta(self.count - 1, piece))
         if end is None:
             return False
         self._state = "tail"
@@ -191,16 +205,15 @@ class ToolParser:
         return None
 
     def _tail(self, out: Parsed) -> bool:
-        at = self._buffer.find(CLOSE)
-        if at >= 0:
-            self._buffer = self._buffer[at + len(CLOSE) :]
-            self._state = "text"
-            return True
-        # Only the object's own brace is due; another block may follow without a close.
-        if OPEN in self._buffer:
-            self._state = "text"
-            return True
-        return False
+        found = _MARKER.search(self._buffer)
+        if found is None:
+            return False
+        if found[0] == CLOSE:
+            self._buffer = self._buffer[found.end() :]
+        else:  # another block begins, and this one was never closed
+            self._buffer = _beyond(self._buffer[: found.start()]) + self._buffer[found.start() :]
+        self._state = "text"
+        return True
 
 
 def _overlap(text: str, marker: str) -> int:
@@ -209,6 +222,26 @@ def _overlap(text: str, marker: str) -> int:
         if marker.startswith(text[-size:]):
             return size
     return 0
+
+
+def _beyond(text: str) -> str:
+    """What follows the object of a call, of which ``text`` is all behind the arguments."""
+    rest = text.lstrip()
+    if rest.startswith("}"):
+        return rest[1:]
+    if not rest.startswith(","):
+        return text  # the object was left open
+    before = '{"arguments": {}'
+    try:
+        return rest[_decode(before + rest)[1] - len(before) :]
+    except (ValueError, RecursionError):
+        return ""  # cut off, or nothing that could be read: of no use without the rest
+
+
+def _json(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    # Half a surrogate pair can stand in JSON as an escape only.
+    return text if text.isascii() or not _SURROGATE.search(text) else json.dumps(value)
 
 
 def _string(literal: str) -> str:

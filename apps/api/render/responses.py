@@ -29,7 +29,7 @@ class ResponseRenderer:
         if generation.done and generation.choices[0].finish is not None:
             # A plain answer: everything has been read already.
             choice = generation.choices[0]
-            self._take(Delta(0, "".join(choice.text), choice.calls, finish=choice.finish))
+            self._take(Delta(0, "".join(choice.text), pieces=choice.pieces, finish=choice.finish))
 
     # --- the stream -------------------------------------------------------------------
 
@@ -53,10 +53,9 @@ class ResponseRenderer:
         return self._event("response.failed", response=response)
 
     def _take(self, delta: Delta) -> bytes:
-        out = []
-        if delta.text:
-            out.append(self._text(delta.text))
-        out += [self._call(call) for call in delta.calls]
+        # What follows a call is an item of its own behind it, also where both came together.
+        pieces = delta.pieces or filter(None, [delta.text])
+        out = [self._text(piece) if isinstance(piece, str) else self._call(piece) for piece in pieces]
         if delta.finish is not None:
             if not self.items:
                 out.append(self._begin_text())

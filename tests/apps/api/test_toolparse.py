@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
 from hypothesis import given
@@ -57,6 +57,8 @@ def test_two_calls_and_the_limit(cuts: list[int]) -> None:
             '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
             "x <tool_call>not json</tool_call> y",
             '<tool_call>{"name": "get_weather", "arguments": 5}</tool_call>',
+            '<tool_call>{"name": ["get_weather"], "arguments": {}}</tool_call>',
+            "<tool_call>" + "[" * 3000 + "</tool_call>",
             "<tool_call>",
             "",
         ]
@@ -65,6 +67,47 @@ def test_two_calls_and_the_limit(cuts: list[int]) -> None:
 )
 def test_what_is_no_call_stays_text(text: str, cuts: list[int]) -> None:
     assert parse(text, cuts) == (text, [])
+
+
+OPENED = CALL.removesuffix("</tool_call>")
+
+
+@given(st.lists(st.integers(0, 500), max_size=12))
+def test_a_call_without_its_closing_mark(cuts: list[int]) -> None:
+    """What came after one was swallowed, and so was a second call where both came at once."""
+    for text, content, count in (
+        (f"{OPENED}{CALL}", "", 2),
+        (f"so {OPENED}I asked. {CALL} x", "so\nI asked. x", 2),
+        (f"{OPENED[:-2]}{CALL}", "", 2),  # nor the brace
+        (OPENED[:-2] + ', "id": "}<"' + OPENED[-2:] + CALL, "", 2),
+        (f"{OPENED}That is all.", "\nThat is all.", 1),
+        (f"{OPENED[:-2]} That is all.", " That is all.", 1),
+        (f"{OPENED}</tool", "", 1),
+        (OPENED[:-2] + ', "id": "c', "", 1),
+        (OPENED[:-2] + "}}" + "</tool_call>", "", 1),
+    ):
+        shown, calls = parse(text, cuts)
+        assert (shown, len(calls)) == (content, count), text
+        assert all(json.loads(call["function"]["arguments"]) for call in calls)  # type: ignore[index]
+
+
+@given(st.lists(st.integers(0, 500), max_size=12))
+def test_what_stands_behind_a_call_comes_behind_it(cuts: list[int]) -> None:
+    parser, pieces = ToolParser({"get_weather"}), list[str | CallDelta]()
+    text = f"before {CALL} between {CALL} behind"
+    places = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
+    for begin, end in pairwise(places):
+        pieces += parser.feed(text[begin:end]).pieces
+    pieces += parser.finish().pieces
+    kinds = ["text" if isinstance(piece, str) else piece.index for piece in pieces]
+    assert [kind for kind, _ in groupby(kinds)] == ["text", 0, "text", 1, "text"]
+
+
+def test_arguments_that_only_escapes_can_hold_stay_escaped() -> None:
+    _, calls = parse('<tool_call>{"arguments": {"a": "\\ud800", "b": "\u00e9"}, "name": "b"}</tool_call>', [])
+    arguments = str(calls[0]["function"]["arguments"])  # type: ignore[index]
+    assert json.loads(arguments) == {"a": "\ud800", "b": "\u00e9"}
+    assert arguments.encode()
 
 
 def test_a_call_that_is_cut_off_keeps_what_it_has() -> None:
