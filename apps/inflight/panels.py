@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -247,19 +247,35 @@ async def _redis(gateway: Any) -> dict[str, Any]:
     used, limit = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
     policy = str(info.get("maxmemory_policy", ""))
     version = info.get("valkey_version") or info.get("redis_version", "")
-    warnings = []
-    if policy not in ("noeviction", ""):
-        warnings.append(f"The eviction policy is {policy}: Redis may drop running requests. Set it to noeviction.")
-    if limit and used > 0.8 * limit:
-        warnings.append(f"Redis uses {100 * used // limit} % of its memory limit.")
     return {
         "redis_version": f"{info.get('server_name', 'redis')} {version}",
         "redis_memory": f"{amount(used)} of {amount(limit) if limit else 'no limit'}",
         "redis_policy": policy or "-",
         "redis_clients": info.get("connected_clients", "-"),
         "redis_uptime": duration(int(info.get("uptime_in_seconds", 0)) * 1000),
-        "warnings": warnings,
+        "warnings": redis_warnings(info),
     }
+
+
+def redis_warnings(info: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a Redis by its ``INFO``, each with what it means here and what to do."""
+    used, limit = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
+    policy, evicted = str(info.get("maxmemory_policy", "")), int(info.get("evicted_keys", 0))
+    clients, most = int(info.get("connected_clients", 0)), int(info.get("maxclients", 0))
+    warnings = []
+    if policy not in ("noeviction", ""):
+        warnings.append(f"The eviction policy is {policy}: Redis may drop running requests. Set it to noeviction.")
+    if evicted:
+        warnings.append(f"Redis has evicted {evicted} keys since its start: requests may have been lost.")
+    if limit and used > 0.8 * limit:
+        warnings.append(f"Redis uses {100 * used // limit} % of its memory limit.")
+    if most and clients > 0.8 * most:
+        warnings.append(f"{clients} of at most {most} clients are connected to Redis. Raise its maxclients.")
+    if info.get("role") == "slave":
+        warnings.append("This Redis is a replica, which takes no requests. Have REDIS_URL lead to its primary.")
+    if "err" in (info.get("rdb_last_bgsave_status"), info.get("aof_last_write_status")):
+        warnings.append("Redis could not write to its disk: unless told otherwise it then refuses new requests.")
+    return warnings
 
 
 def _parse_info(raw: bytes | str) -> dict[str, str]:

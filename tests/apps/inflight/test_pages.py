@@ -9,6 +9,7 @@ import pytest
 from django.test import AsyncClient
 from django.urls import reverse
 
+from apps.inflight.panels import redis_warnings
 from inference.errors import StoreUnavailable
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Job, SamplingParams
@@ -266,6 +267,45 @@ async def test_health_shows_a_clean_audit_then_what_is_wrong(bench: Bench, boss:
     assert "Clean" in await text(boss, HEALTH), "looking does not run it again"
     assert (await boss.post(HEALTH)).status_code == 302
     assert "ghost" in await text(boss, HEALTH)
+
+
+async def test_health_warns_of_a_bad_configuration(bench: Bench, boss: AsyncClient, redis: Any) -> None:
+    before = {name: (await redis.config_get(name))[name] for name in ("maxmemory", "maxmemory-policy")}
+    assert 'class="errornote"' not in await text(boss, HEALTH)
+    try:
+        await redis.config_set("maxmemory-policy", "allkeys-lru")
+        assert "The eviction policy is allkeys-lru" in await text(boss, HEALTH)
+        await redis.config_set("maxmemory-policy", "noeviction")
+        await redis.config_set("maxmemory", (await redis.info("memory"))["used_memory"] * 10 // 9)
+        page = await text(boss, HEALTH)
+        assert "% of its memory limit" in page and "eviction policy is" not in page
+    finally:
+        for name, value in before.items():
+            await redis.config_set(name, value)
+    assert 'class="errornote"' not in await text(boss, HEALTH)
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ({"maxmemory_policy": "volatile-ttl"}, "eviction policy is volatile-ttl"),
+        ({"evicted_keys": "7"}, "has evicted 7 keys"),
+        ({"used_memory": "81", "maxmemory": "100"}, "uses 81 %"),
+        ({"connected_clients": "81", "maxclients": "100"}, "81 of at most 100 clients"),
+        ({"role": "slave"}, "is a replica"),
+        ({"rdb_last_bgsave_status": "err"}, "could not write to its disk"),
+        ({"aof_last_write_status": "err"}, "could not write to its disk"),
+    ],
+)
+def test_each_warning_of_redis(info: dict[str, str], said: str) -> None:
+    good = {
+        "maxmemory_policy": "noeviction", "evicted_keys": "0", "used_memory": "80", "maxmemory": "100",
+        "role": "master", "connected_clients": "80", "maxclients": "100",
+        "rdb_last_bgsave_status": "ok", "aof_last_write_status": "ok",
+    }  # fmt: skip
+    assert redis_warnings(good) == redis_warnings({}) == []
+    (warning,) = redis_warnings({**good, **info})
+    assert said in warning
 
 
 async def test_store_that_does_not_answer(bench: Bench, boss: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
