@@ -138,12 +138,12 @@ class Config(EnvSettings, frozen=True, kw_only=True):
         positive = (
             "redis_timeout redis_outage_limit max_running max_queued prefill_budget request_timeout "
             "queue_timeout max_attempts heartbeat_interval heartbeat_ttl reap_interval check_interval "
-            "stall_timeout ping_interval stream_buffer send_timeout workers_per_device start_timeout"
+            "stall_timeout ping_interval stream_buffer send_timeout workers_per_device start_timeout history_size"
         )
         self.require_positive(positive.split())
         self.require_not_negative(
             "cache_tokens context_length default_max_tokens max_tokens_limit resume_grace log_retention "
-            "history_size drain_timeout metrics_port".split()
+            "drain_timeout metrics_port".split()
         )
         if self.heartbeat_ttl < 2 * self.heartbeat_interval:
             raise ConfigError(

@@ -108,7 +108,7 @@ async def endings(gateway: Source, outcome: str) -> dict[str, Any]:
         "outcome": wanted,
         "outcomes": OUTCOMES,
         "charts": charts(samples, now_ms),
-        **counts(history, totals, samples, now_ms),
+        **counts(history, totals, samples, now_ms, min(HISTORY, gateway.config.history_size)),
     }
 
 
@@ -122,19 +122,21 @@ def _line(e: Ending, now_ms: int) -> dict[str, Any]:
     }
 
 
-def counts(history: list[Ending], totals: dict[str, int], samples: list[Sample], now_ms: int) -> dict[str, Any]:
+def counts(
+    history: list[Ending], totals: dict[str, int], samples: list[Sample], now_ms: int, size: int = HISTORY
+) -> dict[str, Any]:
     """Endings by outcome in the last 5 minutes, the last hour and ever.
 
-    Counted one by one where the history reaches back so far; else from the
-    counters in the samples, which stand to the ten seconds. ``covers``: how far
-    those reach where that is less than an hour.
+    Counted one by one where the history reaches back so far, which one with fewer than ``size``
+    endings always does; else from the counters in the samples, which stand to the ten seconds.
+    ``covers``: how far those reach where that is less than an hour.
     """
     covers = ""
 
     def within(minutes: int) -> Counter[str]:
         nonlocal covers
         since = now_ms - minutes * 60_000
-        if len(history) < HISTORY or history[-1].ended_ms < since:
+        if len(history) < size or history[-1].ended_ms < since:
             return Counter(_outcome(e.state, e.reason) for e in history if e.ended_ms >= since)
         before = [s for s in samples if s.at_ms <= since]
         base = before[-1] if before else samples[0] if samples else None

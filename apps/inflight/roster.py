@@ -14,6 +14,7 @@ import time
 from typing import Literal, Protocol
 
 from apps.inflight.query import PER_PAGE, Query
+from inference.config import Config
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Ending, Job, PoolBeat, ServerBeat, WorkerBeat
 from inference.store import AuditReport, Page, RequestView
@@ -32,6 +33,8 @@ OLDEST = 10.0
 class Source(Protocol):
     """The part of the gateway that operators' pages use."""
 
+    @property
+    def config(self) -> Config: ...
     async def list(self, offset: int = 0, limit: int = 100, *, newest_first: bool = True) -> Page: ...
     async def view(self, request_id: str) -> RequestView | None: ...
     async def details(self, request_id: str) -> tuple[Job, builtins.list[tuple[int, str]]] | None: ...

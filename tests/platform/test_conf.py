@@ -47,7 +47,8 @@ def test_bad_values_name_the_setting(name: str, value: str, words: str) -> None:
     [
         ("REQUEST_TIMEOUT", "inf", "must be a number"),
         ("QUEUE_TIMEOUT", "0", "greater than 0"),
-        ("HISTORY_SIZE", "-1", "not be negative"),
+        ("HISTORY_SIZE", "0", "greater than 0"),
+        ("LOG_RETENTION", "-1", "not be negative"),
         ("MAX_RUNNING", "1.5", "whole number"),
         ("DTYPE", "int4", "auto, float32"),
     ],

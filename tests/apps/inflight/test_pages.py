@@ -276,7 +276,7 @@ async def test_health_warns_of_a_bad_configuration(bench: Bench, boss: AsyncClie
         await redis.config_set("maxmemory-policy", "allkeys-lru")
         assert "The eviction policy is allkeys-lru" in await text(boss, HEALTH)
         await redis.config_set("maxmemory-policy", "noeviction")
-        await redis.config_set("maxmemory", (await redis.info("memory"))["used_memory"] * 10 // 9)
+        await redis.config_set("maxmemory", (await redis.info("memory"))["used_memory"] * 100 // 85)
         page = await text(boss, HEALTH)
         assert "% of its memory limit" in page and "eviction policy is" not in page
     finally:

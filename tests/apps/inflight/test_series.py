@@ -19,6 +19,7 @@ from inference.gateway.stream import RequestStream
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Ending, EngineStats, Frame, WorkerBeat, encode
 from inference.store.series import SPAN, Sample, Series
+from sluice import runtime
 from tests.apps.inflight.conftest import SERVER, WORKER, Bench
 from tests.core.test_inflight_command import inflight
 from tests.support import eventually
@@ -85,10 +86,9 @@ def ending(ago_ms: int, now_ms: int) -> Ending:
     return Ending("r", "m", "finished", "stop", "chat", "sse", "o", "s", "w", 1, 1, 1, 1, 1, 1, now_ms - ago_ms)
 
 
-def test_counts_where_the_history_is_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_where_the_history_is_too_short() -> None:
     now = 10**8
     minute = 60_000
-    monkeypatch.setattr(panels, "HISTORY", 3)
     totals = {"finished:stop": 1000, "failed:engine_error": 7}
 
     def sample(ago: int, stop: int, failed: int) -> Sample:
@@ -96,7 +96,7 @@ def test_counts_where_the_history_is_too_short(monkeypatch: pytest.MonkeyPatch) 
         return Sample(now - ago * minute, 1, 1, 1.0, 1, 1, outcomes)
 
     def shown(history: list[Ending], samples: list[Sample]) -> tuple[dict[str, tuple[int, int, int]], str]:
-        found = panels.counts(history, totals, samples, now)
+        found = panels.counts(history, totals, samples, now, 3)
         return {c["name"]: (c["five"], c["hour"], c["ever"]) for c in found["counts"]}, found["covers"]
 
     busy = [ending(1000 * i, now) for i in range(3)]
@@ -130,6 +130,20 @@ def test_charts_are_lines_with_a_scale_and_words() -> None:
         assert lone["dot"] and len(lone["points"].split()) == max(few, 2), "too short to be seen as a line"
     assert all(c["empty"] and "Nothing has been measured" in c["summary"] for c in charts([], now))
     assert [nice(v) for v in (0, 1, 1.1, 2, 3, 7, 10, 11, 99, 5000)] == [1, 1, 2, 2, 5, 10, 10, 20, 100, 5000]
+
+
+async def test_counts_with_a_small_history(bench: Bench, boss: AsyncClient, make_config: Callable[..., Config]) -> None:
+    """SLUICE_HISTORY_SIZE says how much is kept; before, whatever was less than a thousand passed for all there was."""
+    async with Gateway(make_config(history_size=2)) as small:
+        with runtime.replaced(small):
+            for name in ("a", "b", "c", "d"):
+                await bench.submit(name)
+                await small.cancel(name, Reason.ADMIN)
+            page = await boss.get(ENDINGS)
+    assert len(page.context["lines"]) == 2
+    (count,) = page.context["counts"]
+    assert count["ever"] == 4
+    assert count["hour"] == 4 or page.context["covers"], "the page says that it does not know of all"
 
 
 async def test_charts_on_the_page(bench: Bench, boss: AsyncClient) -> None:
