@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,14 @@ async def test_list_shows_phases_and_numbers(bench: Bench, boss: AsyncClient) ->
     assert rows["r-decode"]["worker"] == WORKER and rows["r-decode"]["server"] == SERVER
     assert rows["r-decode"]["generated"] == "1 / 50" and rows["r-decode"]["prompt"] == "3"
     assert rows["r-decode"]["client"] == "connected · 10.0.0.9" and rows["r-decode"]["via"] == "chat · sse"
+
+
+async def test_all_can_be_cancelled_where_some_match(bench: Bench, boss: AsyncClient) -> None:
+    nothing = re.compile(r'name="all"[^>]* disabled>')
+    assert nothing.search(await text(boss, LIST))
+    await bench.submit("r-1")
+    assert not nothing.search(await text(boss, LIST))
+    assert nothing.search(await text(boss, f"{LIST}?q=other"))
 
 
 async def test_names_of_owners(bench: Bench, boss: AsyncClient) -> None:

@@ -136,7 +136,11 @@ function apply(message) {
   for (const [name, count] of Object.entries(message.counts ?? {})) {
     for (const node of main.querySelectorAll(`[data-count="${CSS.escape(name)}"]`)) setText(node, String(count));
   }
-  if (message.counts) linkPages(message.counts);
+  if (message.counts) {
+    linkPages(message.counts);
+    const all = main.querySelector("[data-needs-matches]");
+    if (all) all.disabled = message.counts.matched === 0;
+  }
   tick();
 }
 
