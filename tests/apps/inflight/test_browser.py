@@ -186,10 +186,11 @@ def cell(page: Any, row: str, column: str) -> str:
 
 def test_rows_come_count_and_go_by_themselves(system: System, sign_in: Any, streams: Streams) -> None:
     page = live(sign_in(), system.url + LIST)
-    assert page.is_visible("[data-empty]")
+    assert page.is_visible("[data-empty]") and page.is_disabled("[data-needs-matches]")
     streams.start(3)
     eventually_sync(lambda: len(ids(page)) == 3)
     assert not page.is_visible("[data-empty]")
+    eventually_sync(lambda: page.is_enabled("[data-needs-matches]"), what="there is something to cancel")
     row = ids(page)[0]
     eventually_sync(lambda: cell(page, row, "phase") == "decode")
     count = int(cell(page, row, "generated").split()[0])
@@ -201,7 +202,7 @@ def test_rows_come_count_and_go_by_themselves(system: System, sign_in: Any, stre
     eventually_sync(lambda: page.inner_text(f'tr[data-id="{row}"] [data-col="phase"]') == "cancelled (client_gone)")
     assert "ended" in page.get_attribute(f'tr[data-id="{row}"]', "class")
     eventually_sync(lambda: page.query_selector("[data-rows] tr") is None, what="ended rows go")
-    assert page.inner_text('[data-count="total"]') == "0"
+    assert page.inner_text('[data-count="total"]') == "0" and page.is_disabled("[data-needs-matches]")
 
 
 def test_cancel_while_streaming(system: System, sign_in: Any, streams: Streams) -> None:
@@ -368,6 +369,11 @@ def test_fits_and_is_accessible(system: System, sign_in: Any, streams: Streams, 
         assert found[0] <= found[1], f"{path} scrolls sideways"
         heading = page.eval_on_selector("h1", "e => [e.scrollWidth, e.clientWidth]")
         assert heading[0] <= heading[1], f"{path} has a heading that is cut"
+        if path.endswith("workers/") and width <= 900:
+            cells = page.eval_on_selector_all(
+                ".stacks :is(td, button)", "all => all.map(e => e.getBoundingClientRect().right)"
+            )
+            assert len(cells) > 30 and max(cells) <= width, "each process is a card with all that is known of it"
         if width in (320, 768):
             continue  # the other two have every colour and both layouts
         # Django's own header and side bar are not ours to judge.
