@@ -91,8 +91,11 @@ def page(contexts: Callable[..., Any], site: Site) -> Any:
     return open_chat(contexts(site))
 
 
-def open_chat(context: Any, path: str = "/") -> Any:
+def open_chat(context: Any, path: str = "/", prepare: Callable[[Any], object] | None = None) -> Any:
+    """``prepare`` is done to the page before it goes anywhere."""
     page = context.new_page()
+    if prepare is not None:
+        prepare(page)
     page.goto(path)
     page.wait_for_selector("html[data-ready]")
     page.wait_for_function("() => document.querySelector('#model').value !== ''")

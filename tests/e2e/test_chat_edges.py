@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.chat import answer_text, ask, counted, last_answer, say, wait_done, wait_text
 from tests.e2e.conftest import open_chat
 from tests.e2e.site import Site
+from tests.e2e.wire import eventually
 from tests.support import eventually_sync
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -50,11 +51,6 @@ def answered_and_refusing(context: Any) -> tuple[Any, Refusing]:
     wait_done(page)
     refusing.on = True
     return page, refusing
-
-
-def eventually(page: Any, check: Callable[[], Any]) -> None:
-    """Meanwhile routes and sockets are served, which happens only within a call of the browser's."""
-    eventually_sync(check, pause=lambda seconds: page.wait_for_timeout(1000 * seconds))
 
 
 def retry(page: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.chat import answer_text, ask, counted, last_answer, say, wait_done, wait_text
 from tests.e2e.conftest import open_chat
 from tests.e2e.site import Cut, Site
+from tests.e2e.wire import Wire, eventually
 from tests.support import eventually_sync
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -76,6 +77,24 @@ def test_sent_while_the_network_is_gone(page: Any, narrow: Site, cut: Cut) -> No
     assert answer_text(page) == "Later."
     assert page.locator(".message").count() == 2
     eventually_sync(lambda: ended(narrow) == before + 1, 10, what="it was generated once")
+
+
+@pytest.mark.parametrize("lost", ["generate", "accepted"])
+def test_lost_on_the_way_there_or_back(contexts: Callable[..., Any], narrow: Site, lost: str) -> None:
+    """The connection breaks after the message was sent, before it is known to have come."""
+    wire = Wire(lost)
+    page = open_chat(contexts(narrow), prepare=wire.lay)
+    before = ended(narrow)
+    say(page, "Once.", "Now?")
+    eventually(page, lambda: wire.kept)
+    wire.cut()
+    wait_done(page)
+    assert wire.sockets == 2
+    assert answer_text(page) == "Once."
+    eventually_sync(lambda: ended(narrow) == before + 1, 10, what="it was generated once")
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert page.locator(".message").count() == 2
 
 
 def test_sent_and_stopped_while_the_network_is_gone(page: Any, narrow: Site, cut: Cut) -> None:
