@@ -6,7 +6,7 @@ Messages are JSON objects in the style of ``/ws/v1/stream`` (subprotocol
 ====================  =======================================================================
 client                server
 ====================  =======================================================================
-                      ``hello`` (models) once the socket is open
+                      ``hello`` (models, page) once the socket is open
 ``generate``          ``accepted`` (conversation, messages), then the stream
 ``attach`` (message)  the stream of an answer that is being written, or ``done`` at once
 ``cancel``            the stream ends with ``done``
@@ -17,7 +17,8 @@ client                server
 A stream is ``queued`` (position), ``render`` (content, see ``apps.chat.live``), and at
 the end ``done`` (the message as stored; failed ones too), ``detached`` (the server
 lets go: attach again) or ``error``. ``changed`` tells a user's other pages that a
-conversation has news.
+conversation has news; ``page`` names a page in its HTTP requests, so that it is not
+told what it has changed itself.
 
 ``generate`` carries ``op``: ``send`` (text, conversation or none for a new one,
 parent, settings), ``edit`` (message, text), ``regenerate`` (message), ``continue``
@@ -90,10 +91,11 @@ class ChatConsumer(StreamingWebSocketConsumer):
         super().__init__()
         self._watched: dict[str, Recording] = {}
         self._left: list[Recording] = []
+        self._page = ""
 
     async def on_open(self) -> None:
-        news.join(self)
-        await self.send_json({"type": "hello", **offers.offered(self.principal)})
+        self._page = news.join(self)
+        await self.send_json({"type": "hello", "page": self._page, **offers.offered(self.principal)})
 
     async def on_text(self, text: str) -> None:
         try:
@@ -136,7 +138,7 @@ class ChatConsumer(StreamingWebSocketConsumer):
             await self._error(ref, "Something went wrong on the server.", "internal")
 
     async def on_close(self, code: int) -> None:
-        news.leave(self)
+        news.leave(self._page)
         for recording in self._left:
             _unwatch(recording, self, lost=code not in GOODBYE)
 
@@ -172,7 +174,7 @@ class ChatConsumer(StreamingWebSocketConsumer):
             recording = keeper.start(turn, self._caller())
         await self.send_json({"type": "accepted", "id": ref, **payload})
         await self._stream(ref, recording, turn.answer)
-        news.tell(self.principal.user_id, str(turn.conversation.id), str(turn.answer.id), but=self)
+        news.tell(self.principal.user_id, str(turn.conversation.id), str(turn.answer.id), but=self._page)
 
     def _start_turn(self, ref: str, body: dict[str, Any]) -> tuple[Turn, dict[str, Any]]:
         user = get_user_model().objects.get(pk=self.principal.user_id)
@@ -251,7 +253,7 @@ class ChatConsumer(StreamingWebSocketConsumer):
                 final = dict(recording.final)
                 final["content"] = shown.advance(await runtime.offload(complete, final["text"]))
                 await self.send_json({"type": "done", "id": ref, "message": final})
-                news.tell(recording.user_id, str(recording.conversation_id), None, but=self)
+                news.tell(recording.user_id, str(recording.conversation_id), None, but=self._page)
                 return
             if recording.released:
                 await self.send_json({"type": "detached", "id": ref})

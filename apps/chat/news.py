@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Coroutine
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from sluice.consumers import StreamingWebSocketConsumer
 
-_sockets: WeakSet[StreamingWebSocketConsumer] = WeakSet()
+_pages: WeakValueDictionary[str, StreamingWebSocketConsumer] = WeakValueDictionary()
 _telling: set[asyncio.Task[None]] = set()
 
 
-def join(socket: StreamingWebSocketConsumer) -> None:
-    """From now on the socket of an open page is told."""
-    _sockets.add(socket)
+def join(socket: StreamingWebSocketConsumer) -> str:
+    """From now on the socket of an open page is told; what is returned names the page."""
+    page = secrets.token_hex(8)
+    _pages[page] = socket
+    return page
 
 
-def leave(socket: StreamingWebSocketConsumer) -> None:
-    _sockets.discard(socket)
+def leave(page: str) -> None:
+    _pages.pop(page, None)
 
 
-def tell(user_id: int, conversation: str, answer: str | None, *, but: StreamingWebSocketConsumer) -> None:
+def tell(user_id: int, conversation: str, answer: str | None, *, but: str) -> None:
     """Let the user's pages other than ``but`` look at the conversation again; does not wait for them."""
     news = {"type": "changed", "conversation": conversation, "answer": answer}
-    for socket in list(_sockets):
-        if socket is not but and socket.open and socket.principal.user_id == user_id:
+    for page, socket in list(_pages.items()):
+        if page != but and socket.open and socket.principal.user_id == user_id:
             _background(socket.send_json(news))
 
 

@@ -17,7 +17,7 @@ from django.utils.http import content_disposition_header
 from django.views.decorators.csrf import ensure_csrf_cookie
 from django.views.decorators.http import require_http_methods, require_safe
 
-from apps.chat import services, writing
+from apps.chat import news, services, writing
 from apps.chat.models import Conversation, Preset
 from apps.chat.serialise import conversation_json, detail_json, export_json, export_markdown
 from apps.chat.services import ChatError, Missing
@@ -107,12 +107,16 @@ def _list(request: HttpRequest, query: str, offset: int) -> dict[str, Any]:
 def conversation(request: HttpRequest, conversation_id: Any) -> HttpResponse:
     """GET: with its messages. PATCH: title, pinned, settings, leaf. DELETE: with everything in it."""
     if request.method == "PATCH":
-        changed = services.update_conversation(request.user, conversation_id, _body(request))
+        changes = _body(request)
+        changed = services.update_conversation(request.user, conversation_id, changes)
+        if changes.keys() != {"leaf"}:  # another branch is turned to by one page, and the others read on
+            _tell_pages(request, conversation_id)
         return JsonResponse(detail_json(changed))
     found = services.get_conversation(request.user, conversation_id)
     if request.method == "DELETE":
         _stop_all(found)
         found.delete()
+        _tell_pages(request, conversation_id)
         return JsonResponse({"deleted": str(conversation_id)})
     return JsonResponse(detail_json(found))
 
@@ -126,6 +130,15 @@ def _stop_all(found: Conversation) -> None:
             except SluiceError:
                 # Its recorder finds no row to save to; the request ends at its own end.
                 continue
+
+
+def _tell_pages(request: HttpRequest, conversation_id: Any) -> None:
+    """Let the user's other pages know; the one that asks says which it is."""
+
+    async def tell() -> None:
+        news.tell(request.user.pk, str(conversation_id), None, but=request.headers.get("X-Chat-Page", ""))
+
+    async_to_sync(tell)()
 
 
 @require_safe

@@ -1,5 +1,8 @@
 /** The page's JSON calls. */
 
+/** By this name the server knows the page, and does not tell it what it has changed itself. */
+export const page = { id: "" };
+
 export class ApiError extends Error {
   constructor(message, code, status) {
     super(message);
@@ -15,7 +18,7 @@ export async function call(method, path, body) {
   try {
     response = await fetch(`/chat/${path}`, {
       method,
-      headers: { "Content-Type": "application/json", "X-CSRFToken": token() },
+      headers: { "Content-Type": "application/json", "X-CSRFToken": token(), "X-Chat-Page": page.id },
       body: body === undefined ? undefined : JSON.stringify(body),
       credentials: "same-origin",
     });

@@ -1,7 +1,7 @@
 /** The chat page: what is shown, and what happens on which event. */
 
 import { SluiceClient } from "../../client/sluice.js";
-import { call } from "./api.js";
+import { call, page } from "./api.js";
 import { Composer } from "./composer.js";
 import { $, announce } from "./dom.js";
 import { Settings } from "./settings.js";
@@ -393,6 +393,7 @@ client.addEventListener("message", ({ detail: message }) => {
 
 let askAgain;
 function modelsKnown(message) {
+  page.id = message.page ?? page.id;
   settings.setModels(message);
   if (client.state === "open") banner("");
   const ready = message.models.some((model) => model.ready);
