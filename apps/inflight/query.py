@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,9 @@ SORTS: dict[str, Callable[[RequestView], Any]] = {
     "prompt": lambda v: v.prompt_tokens,
     "generated": lambda v: v.generated_tokens,
     "deadline": lambda v: v.deadline_ms,
+    # What has not had a token yet comes after all that have.
+    "ttft": lambda v: v.first_token_ms - v.created_ms if v.first_token_ms else math.inf,
+    "last": lambda v: -v.last_token_ms if v.last_token_ms else math.inf,
 }
 
 

@@ -69,6 +69,11 @@ def test_order_is_stable_and_newest_first_among_equals() -> None:
     assert ids == ["4", "2", "0", "5", "3", "1"]
     assert [v.id for v in parse("sort=-generated").select(views, 0)] == ["5", "3", "1", "4", "2", "0"]
     assert [v.id for v in Query().select(views, 0)] == ["5", "4", "3", "2", "1", "0"], "age ascending: newest first"
+    young, old = view("young", last_token_ms=9000, first_token_ms=8000), view("old", last_token_ms=7000)
+    waits = view("waits", first_token_ms=0, last_token_ms=0)
+    for sort, wanted in (("last", ["young", "old", "waits"]), ("ttft", ["old", "young", "waits"])):
+        assert [v.id for v in parse(f"sort={sort}").select([waits, old, young], 0)] == wanted
+        assert [v.id for v in parse(f"sort=-{sort}").select([waits, old, young], 0)] == wanted[::-1]
     for sort in SORTS:
         assert len(parse(f"sort={sort}").select([*views, view("q", phase="queued", position=None)], 0)) == 7
 
