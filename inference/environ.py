@@ -47,7 +47,9 @@ class EnvSettings(msgspec.Struct, frozen=True, kw_only=True):
             raw = env.get(env_name(name), "").strip()
             if raw:
                 values[name] = _convert(name, raw, hints[name])
-        values.update({name: value for name, value in overrides.items() if value is not None})
+        for name, value in overrides.items():
+            if value is not None:
+                values[name] = _finite(name, value, value, hints[name])
         return cls(**values)
 
     def to_env(self) -> dict[str, str]:
@@ -77,6 +79,10 @@ def _convert(field: str, raw: str, hint: Any) -> Any:
         value = msgspec.convert(raw, hint, strict=False)
     except msgspec.ValidationError:
         value = math.nan
+    return _finite(field, raw, value, hint)
+
+
+def _finite(field: str, raw: Any, value: Any, hint: Any) -> Any:
     # float() takes "nan" and "inf" as well, and nobody means them.
     if isinstance(value, float) and not math.isfinite(value):
         plain = next((kind for kind in (hint, *get_args(hint)) if kind in _KINDS), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -64,6 +65,16 @@ def test_environment_flags_and_defaults() -> None:
     config = ServerConfig.from_env({"SLUICE_PRE_DRAIN": "1.5", "SLUICE_PORT": " 9000 "}, port=9001, host=None)
     assert (config.pre_drain, config.port, config.host) == (1.5, 9001, "127.0.0.1")
     assert (ServerConfig().pre_drain, ServerConfig().drain_deadline, ServerConfig().termination_grace) == (5, 30, None)
+
+
+@pytest.mark.parametrize("name", ["pre_drain", "drain_deadline", "termination_grace", "send_timeout"])
+def test_flags_are_numbers_too(name: str) -> None:
+    """argparse takes "nan" and "inf" for numbers; a client that never reads was then never cut off."""
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ConfigError, match=f"SLUICE_{name.upper()} must be a number"):
+            ServerConfig.from_env({}, **{name: value})
+    with pytest.raises(ConfigError, match=f"SLUICE_{name.upper()}"):
+        ServerConfig.from_env({}, **{name: -1.0})
 
 
 def test_settings_survive_the_way_to_a_child_process() -> None:
