@@ -10,13 +10,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import (
+    ClusterDownError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 
 from inference import metrics
 from inference.errors import SluiceError, StoreUnavailable
@@ -231,10 +240,12 @@ class Commander:
                 logger.debug("closing a broken connection to Redis", exc_info=True)
 
 
-_OUTAGES = ("READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "MISCONF", "BUSY ", "OOM ")
+#: The library has classes of its own for these, and takes the codes from their texts.
+_PASSING = (ReadOnlyError, ClusterDownError, TryAgainError, OutOfMemoryError)
+#: As an error of their own, or as what a script met with (how Redis 6.2 tells it).
+_CODES = re.compile(r"(^|-)(READONLY|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|MISCONF|BUSY|OOM) ")
 
 
 def _is_outage(reply: ResponseError) -> bool:
     """A failover, a start-up, a full memory or disk: a state that passes, not an answer to this command."""
-    text = str(reply)
-    return isinstance(reply, OutOfMemoryError) or text.startswith(_OUTAGES) or "OOM command not allowed" in text
+    return isinstance(reply, _PASSING) or _CODES.search(str(reply)) is not None

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import redis.asyncio as redis_async
+from redis._parsers.base import BaseParser
+from redis.exceptions import ResponseError
 
 from inference.embedded import EmbeddedValkey
 from inference.errors import StoreUnavailable
@@ -23,6 +25,7 @@ from inference.gateway.stream import RequestStream
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Frame, encode
 from inference.redisio import Commander, connect
+from inference.redisio.commander import _is_outage
 from tests.core.conftest import Deploy, read, spec
 from tests.support import eventually
 
@@ -306,6 +309,65 @@ async def test_a_full_redis_is_an_outage(deploy: Deploy, redis: redis_async.Redi
         frames = await asyncio.wait_for(read(stream), 20)
     assert frames[-1].seq == 100 and not worker.fatal  # type: ignore[attr-defined]
     await deployment.clean(gateway)
+
+
+#: How a Redis comes to take no writes, and how it takes them again.
+REFUSALS = {
+    "a replica": (["REPLICAOF", "127.0.0.1", "1"], ["REPLICAOF", "NO", "ONE"]),
+    "too few replicas": (
+        ["CONFIG", "SET", "min-replicas-to-write", "1"],
+        ["CONFIG", "SET", "min-replicas-to-write", "0"],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+async def test_a_redis_that_takes_no_writes_for_a_while_is_an_outage(
+    deploy: Deploy, redis: redis_async.Redis, how: str
+) -> None:
+    """As in a failover. A replica's refusal was an answer: workers died of it, and what ended was not settled."""
+    deployment = deploy(models="scripted=scripted:rate=100", heartbeat_ttl=10.0)
+    gateway, worker = await deployment.both()
+    refuse, allow = REFUSALS[how]
+    async with gateway.request(spec(100)) as stream:
+        async with gateway.request(spec(4000)) as leaves:
+            await leaves.next()
+            await stream.next()
+            await redis.execute_command(*refuse)
+        try:
+            await eventually(lambda: worker.redis.errors and gateway.settler.retries, what="writes are refused")
+        finally:
+            await redis.execute_command(*allow)
+        frames = await asyncio.wait_for(read(stream), 20)
+    assert frames[-1].seq == 100 and not worker.fatal  # type: ignore[attr-defined]
+    await deployment.clean(gateway)
+    assert sorted(e.reason for e in deployment.endings) == ["client_gone", "length"]
+
+
+@pytest.mark.parametrize(
+    ("text", "passes"),
+    [
+        ("READONLY You can't write against a read only replica.", True),
+        ("MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.", True),
+        ("CLUSTERDOWN The cluster is down", True),
+        ("TRYAGAIN Multiple keys request during rehashing of slot", True),
+        ("NOREPLICAS Not enough good replicas to write.", True),
+        ("MISCONF Redis is configured to save RDB snapshots, but it is currently unable to persist to disk.", True),
+        ("BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.", True),
+        ("OOM command not allowed when used memory > 'maxmemory'.", True),
+        ("ERR Error running script (call to f_1): @user_script:3: -READONLY You can't write against a read", True),
+        ("ERR Error running script (call to f_1): @user_script:3: -OOM command not allowed when used", True),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", False),
+        ("NOPERM this user has no permissions to run the 'keys' command", False),
+        ("CROSSSLOT Keys in request don't hash to the same slot", False),
+        ("ERR unknown command 'OOMPH'", False),
+    ],
+)
+def test_what_passes_is_an_outage_and_what_does_not_is_an_answer(text: str, passes: bool) -> None:
+    """As the library gives it: of some it takes away the code, and tells it by the class."""
+    error = BaseParser.parse_error(text)
+    assert isinstance(error, ResponseError)
+    assert _is_outage(error) == passes
 
 
 async def test_lc_10_no_task_is_left(deploy: Deploy) -> None:
