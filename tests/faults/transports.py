@@ -101,8 +101,7 @@ class Call:
             fields["input"], fields["max_output_tokens"] = prompt, fields.pop("max_tokens")
         else:
             fields["prompt"] = prompt
-        if not self.whole:
-            fields["stream"] = True
+        fields["stream"] = not self.whole  # which /generate does unless told otherwise
         make = server.post if find and not self.whole else server.send
         self.exchange = await make(_PATHS[endpoint], fields, receive_buffer=receive_buffer)
         if find and self.whole:
