@@ -122,6 +122,20 @@ async def test_what_was_cancelled_before_an_error_is_logged(
     assert [e.object_id async for e in LogEntry.objects.all()] == ["a"]
 
 
+@pytest.mark.parametrize("dead", ["worker", "server"])
+async def test_a_record_whose_owner_is_dead_can_be_cleared(bench: Bench, boss: AsyncClient, dead: str) -> None:
+    k, call = bench.store.keys, bench.store.redis.call
+    await bench.submit("r-1")
+    await bench.beat("w-dead")
+    await bench.claim(worker="w-dead")
+    await call("DEL", k.worker_beat("w-dead") if dead == "worker" else k.server_beat(SERVER))
+    data = {"all": "1", "keep": "phase=orphaned", "confirmed": "yes"}
+    assert "1 cancelled, 0 had ended before" in await messages_of(boss, await boss.post(CANCEL, data))
+    assert await alive(bench) == []
+    assert not await call("EXISTS", k.of_worker("w-dead")) and not await call("EXISTS", k.of_server(SERVER))
+    assert (await bench.gateway.audit()).clean
+
+
 async def test_cancel_needs_csrf(bench: Bench, boss: AsyncClient) -> None:
     await bench.submit("a")
     strict = AsyncClient(enforce_csrf_checks=True)
