@@ -115,7 +115,9 @@ def _regenerate(user: Any, body: dict[str, Any], ref: str, model: str) -> Turn:
 
 def _continue(user: Any, body: dict[str, Any], ref: str, model: str) -> Turn:
     cut = get_message(user, body.get("message"))
-    if cut.role != Role.ASSISTANT or cut.streaming or not is_cut(cut):
+    if cut.streaming:
+        raise ChatError("This answer is already being written.", "busy", 409)
+    if cut.role != Role.ASSISTANT or not is_cut(cut):
         raise ChatError("Only an answer that was cut can be continued.")
     return _restart(cut, ref, model, continues=bool(cut.text))
 

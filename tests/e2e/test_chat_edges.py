@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.chat import answer_text, ask, counted, last_answer, say, wait_done, wait_text
 from tests.e2e.conftest import open_chat
 from tests.e2e.site import Site
-from tests.e2e.wire import eventually
+from tests.e2e.wire import Wire, eventually
 from tests.support import eventually_sync
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -253,7 +253,9 @@ def test_deleted_in_another_tab_in_mid_answer(contexts: Callable[..., Any], site
     one = open_chat(context)
     say(one, counted(400), "Soon gone")
     wait_text(one, "beta1")
-    two = open_chat(context, one.url)
+    wire = Wire()
+    two = open_chat(context, one.url, wire.lay)
+    wait_text(two, "beta1")
     two.locator(".row-item.current .more").click()
     two.click("#row-menu [data-act=delete]")
     two.click("#confirm [value=ok]")
@@ -261,6 +263,12 @@ def test_deleted_in_another_tab_in_mid_answer(contexts: Callable[..., Any], site
     one.wait_for_selector("#empty:not([hidden])", timeout=5_000)
     one.wait_for_function("() => !document.querySelector('#list').textContent.includes('Soon gone')", timeout=5_000)
     assert "/c/" not in one.url
+    assert "deleted" in one.locator("#connection").inner_text()
+    assert "all in order" in site.manage("inflight", "--audit")
+    # The tab that has deleted it is not told that something is missing.
+    eventually(two, lambda: "error" in wire.passed)
+    two.wait_for_timeout(300)  # for what must not be said
+    assert two.locator("#announce").inner_text() == "Conversation deleted"
 
 
 def test_signing_in_again_leads_back_to_the_conversation(contexts: Callable[..., Any], site: Site) -> None:

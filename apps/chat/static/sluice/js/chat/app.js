@@ -13,6 +13,8 @@ const client = new SluiceClient("/ws/chat");
 const scroller = new Scroller();
 /** Pause before an answer that the server cannot show now is asked for again, milliseconds. */
 const ATTACH_AGAIN = 2000;
+/** Whoever was away for less than this, milliseconds, has hardly changed anything elsewhere. */
+const SHORT_ABSENCE = 1000;
 
 /** The shown conversation; `null` for one that has no message yet. */
 let conversation = null;
@@ -20,6 +22,10 @@ let conversation = null;
 let views = [];
 /** Grows with every switch, so that a late reply for the conversation before is dropped. */
 let visit = 0;
+/** Grows with every look at the shown conversation and every turn, so that a late look is dropped. */
+let looks = 0;
+/** Whether there is something that could not be looked at yet, or was dropped. */
+let stale = false;
 /** Answers being written, shown or not: answer id -> {stream, view, conversation}. */
 const live = new Map();
 /** Those that the server has not accepted yet. */
@@ -33,8 +39,7 @@ const sidebar = new Sidebar({
     if (changed.id === conversation?.id) setConversation(changed);
   },
   deleted(id) {
-    for (const [answer, entry] of live) if (entry.conversation === id) live.delete(answer);
-    if (id === conversation?.id) fresh();
+    forget(id);
     announce("Conversation deleted");
   },
 });
@@ -55,6 +60,7 @@ const composer = new Composer({ send, stop, editLast });
 const actions = {
   branch: (id) => showBranch(id),
   edited: (view, text) => edit(view, text),
+  closed: () => catchUp(),
   regenerate: (view) => regenerate(view),
   retry: (view) => (view.resend ? view.resend() : regenerate(view)),
   continue: (view) => continueAnswer(view),
@@ -72,11 +78,15 @@ function setConversation(next) {
 
 /** Show a conversation out of the server's detail. */
 function show(detail) {
+  stale = false;
   setConversation(detail.conversation);
   settings.show(detail.conversation.settings);
   views = detail.messages.map((data) => {
     const entry = live.get(data.id);
-    if (entry) return entry.view;
+    if (entry) {
+      entry.view.setSiblings(data.siblings);
+      return entry.view;
+    }
     const view = new MessageView(data, actions);
     if (data.state === "streaming") follow(view);
     return view;
@@ -106,6 +116,7 @@ function keepFocus(change) {
 
 function fresh(push = true) {
   visit += 1;
+  stale = false;
   setConversation(null);
   settings.show({});
   views = [];
@@ -144,26 +155,57 @@ const unsaved = () => views.some((view) => view.editor || !view.data.id);
 
 /** Look again, after something else may have changed it; leaves alone what only this page has. */
 async function refresh() {
-  if (!conversation || unsaved()) return;
-  const mine = visit;
+  if (!conversation) return;
+  stale = true;
+  if (unsaved()) return;
+  const here = visit;
+  const mine = (looks += 1);
   try {
     const detail = await call("GET", `conversations/${conversation.id}`);
-    if (mine !== visit || unsaved()) return;
+    if (here !== visit || mine !== looks || unsaved()) return;
     show(detail);
     scroller.follow();
   } catch (error) {
-    if (error.status === 404 && mine === visit) fresh();
+    if (error.status === 404 && here === visit && mine === looks) deletedElsewhere();
   }
 }
 
+/** At the list, too. */
+function lookAgain() {
+  sidebar.refresh().catch(() => {});
+  refresh();
+}
+
+/** Look where that had to wait. */
+function catchUp() {
+  if (stale) refresh();
+}
+
 async function showBranch(id) {
-  const mine = visit;
+  const here = visit;
+  const mine = (looks += 1);
   try {
     const detail = await call("PATCH", `conversations/${conversation.id}`, { leaf: id });
-    if (mine === visit && !pending.size) show(detail);
+    if (here !== visit) return;
+    if (mine === looks && !pending.size) show(detail);
+    else refresh();
   } catch (error) {
     announce(error.message);
   }
+}
+
+/** A conversation is no more: nothing of it is waited for. */
+function forget(id) {
+  for (const [answer, entry] of live) if (entry.conversation === id) live.delete(answer);
+  if (id === conversation?.id) fresh();
+}
+
+/** The shown one, by another page: what is being written here is kept. */
+function deletedElsewhere() {
+  const written = composer.input.value;
+  forget(conversation.id);
+  if (!composer.input.value) composer.set(written);
+  banner("This conversation was deleted on another page.");
 }
 
 /** The answer that is being written at the end of the shown branch. */
@@ -244,7 +286,8 @@ function blank(again) {
 
 /** Send a turn, and show what comes of it. */
 function start(request, view, question = null) {
-  const entry = { view, conversation: conversation?.id ?? null, stream: null };
+  const entry = { view, question, conversation: conversation?.id ?? null, stream: null };
+  looks += 1;
   pending.add(entry);
   const handlers = streamHandlers(entry);
   handlers.accepted = (event) => {
@@ -266,10 +309,12 @@ function start(request, view, question = null) {
       settings.show(event.conversation.settings);
     }
     sidebar.put(event.conversation);
+    catchUp();
   };
   const resume = (stream) =>
     entry.answer ? { type: "attach", id: stream.id, message: entry.answer } : stream.request;
   entry.stream = client.generate({ ...request, resume }, handlers);
+  if (client.state === "open") banner("");
   answeringChanged();
   announce("Waiting for the answer");
 }
@@ -299,6 +344,7 @@ function streamHandlers(entry) {
       announce(endText(event.message));
     },
     error(event) {
+      if (entry.answer && live.get(entry.answer) !== entry) return; // of a conversation that has been deleted
       if (event.error.code === "unavailable" && entry.answer) {
         // It cannot be watched now, but may well be living.
         view.wait("Waiting for the server");
@@ -310,12 +356,18 @@ function streamHandlers(entry) {
       pending.delete(entry);
       const { message, code } = event.error;
       view.update({ ...view.data, state: "failed", error: message, code, cut: false });
+      if (code === "busy" && !entry.answer && !entry.question) {
+        // Another page writes there already. Nothing of this turn is worth keeping.
+        if (views.includes(view)) views = view.before ?? views;
+        draw();
+        banner(message);
+        stale = true;
+      }
       ended(entry);
       announce(message);
       if (code === "not_found") {
         // It was deleted by another page.
-        sidebar.refresh().catch(() => {});
-        refresh();
+        lookAgain();
       }
     },
   };
@@ -325,6 +377,7 @@ function ended() {
   answeringChanged();
   sidebar.draw();
   scroller.follow();
+  catchUp();
 }
 
 /** Change the thread, keep its end in view, and note how long that took. */
@@ -376,7 +429,7 @@ client.addEventListener("state", ({ detail: state }) => {
   if (state === "open") {
     clearTimeout(lost);
     banner("");
-    if (lost !== null && !current()) refresh();
+    if (lost !== null) lookAgain();
     lost = null;
   } else if (state === "waiting") {
     lost ??= setTimeout(() => banner("Connection lost. Reconnecting…"), 700);
@@ -419,14 +472,20 @@ addEventListener("pagehide", () => client.close(4001));
 addEventListener("pageshow", (event) => {
   if (event.persisted) client.connect();
 });
-let hiddenAt = 0;
-document.addEventListener("visibilitychange", () => {
-  if (document.hidden) hiddenAt = Date.now();
-  else if (Date.now() - hiddenAt > 5000) {
-    sidebar.refresh().catch(() => {});
-    if (!current()) refresh();
-  }
-});
+
+// Pages on other servers send no news. What they have changed is seen by whoever comes back.
+let leftAt = null;
+function left() {
+  leftAt ??= Date.now();
+}
+function cameBack() {
+  const away = leftAt === null ? 0 : Date.now() - leftAt;
+  leftAt = null;
+  if (away > SHORT_ABSENCE) lookAgain();
+}
+document.addEventListener("visibilitychange", () => (document.hidden ? left() : cameBack()));
+addEventListener("blur", left);
+addEventListener("focus", cameBack);
 
 // --- keys, links, start ----------------------------------------------------------------------
 

@@ -11,6 +11,8 @@ export class Sidebar {
     this.items = [];
     this.more = false;
     this.query = "";
+    /** Lists that were asked for, and changes made here: a late list knows nothing of them. */
+    this.asked = this.changes = 0;
     this.menuFor = null;
     $("list").addEventListener("click", (event) => this.clicked(event));
     $("row-menu").addEventListener("click", (event) => this.chosen(event));
@@ -44,14 +46,24 @@ export class Sidebar {
     this.draw();
   }
 
-  async refresh() {
-    const query = this.query;
+  /** Fetch the list anew; done once what was asked for last is shown. */
+  refresh() {
+    return (this.newest = this.fetch());
+  }
+
+  async fetch() {
+    const { query, changes } = this;
+    const mine = (this.asked += 1);
     const part = await call("GET", `conversations?q=${encodeURIComponent(query)}`);
-    if (query === this.query) this.set(part);
+    if (query !== this.query) return;
+    if (mine !== this.asked) await this.newest;
+    else if (changes !== this.changes) await this.refresh();
+    else this.set(part);
   }
 
   /** A conversation is new or has changed. */
   put(conversation) {
+    this.changes += 1;
     if (this.query && !this.items.some((item) => item.id === conversation.id)) return;
     this.items = this.items.filter((item) => item.id !== conversation.id);
     this.items.push(conversation);
@@ -185,6 +197,7 @@ export class Sidebar {
     } catch (error) {
       if (error.status !== 404) return announce(error.message);
     }
+    this.changes += 1;
     this.items = this.items.filter((each) => each.id !== item.id);
     this.draw();
     this.hooks.deleted(item.id);

@@ -65,6 +65,12 @@ export class MessageView {
     box.querySelector("[data-act=retry]").hidden = data.state !== "failed" && data.text !== "";
   }
 
+  /** Versions of this message, which may become more while it is shown. */
+  setSiblings(siblings) {
+    this.data = { ...this.data, siblings };
+    this.branches();
+  }
+
   branches() {
     const box = this.element.querySelector(".branches");
     const siblings = this.data.siblings ?? [];
@@ -120,11 +126,13 @@ export class MessageView {
       if (event.key === "Enter" && !event.shiftKey) {
         event.preventDefault();
         send();
-      } else if (event.key === "Escape") {
-        event.preventDefault();
-        event.stopPropagation();
-        this.endEdit();
       }
+    });
+    form.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || event.isComposing || event.keyCode === 229) return;
+      event.preventDefault();
+      event.stopPropagation();
+      this.endEdit();
     });
     area.focus();
     area.setSelectionRange(area.value.length, area.value.length);
@@ -137,6 +145,7 @@ export class MessageView {
     this.content.hidden = false;
     this.element.querySelector(".actions").hidden = false;
     next?.focus();
+    this.actions.closed();
   }
 }
 
