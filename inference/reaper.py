@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from inference import metrics
+from inference.background import Background
 from inference.errors import SluiceError, StoreUnavailable
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Ending
@@ -32,21 +33,17 @@ class Reaper:
         self._store = store
         self._views = views
         self._on_ending = on_ending
-        self._task: asyncio.Task[None] | None = None
+        self._task = Background("reaper", self._run)
         self._cursor = 0
         self._trust_from = 0.0
         """``time.monotonic()`` from which missing heartbeats mean death again; see :meth:`_judge`."""
         self.reaped: Counter[str] = Counter()
 
     def start(self) -> None:
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="reaper")
+        self._task.start()
 
     async def stop(self) -> None:
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self._task.stop()
 
     async def _run(self) -> None:
         while True:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import logging
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 from redis.asyncio import Redis
 
+from inference.background import Background
 from inference.errors import SluiceError, StoreUnavailable
 from inference.gateway.ended import Detached, RequestEnded
 from inference.gateway.stream import RequestStream
@@ -54,7 +54,7 @@ class Hub:
         self._server = server
         self._on_command = on_command
         self._streams: dict[str, list[RequestStream]] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._task = Background("hub", self._tick)
         self._subscriber = Subscriber(
             dial,
             [store.keys.server_channel(server)],
@@ -66,17 +66,13 @@ class Hub:
 
     def start(self) -> None:
         self._subscriber.start()
-        if self._task is None:
-            self._task = asyncio.create_task(self._tick(), name="hub")
+        self._task.start()
 
     async def wait_connected(self) -> None:
         await self._subscriber.wait_connected()
 
     async def stop(self) -> None:
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self._task.stop()
         await self._subscriber.stop()
 
     def add(self, stream: RequestStream) -> None:

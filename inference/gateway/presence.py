@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from inference.background import Background
 from inference.errors import SluiceError, StoreUnavailable
 from inference.messages import ModelInfo, PoolBeat, ServerBeat, WorkerBeat, encode
 from inference.store.store import RequestStore
@@ -24,15 +25,14 @@ class Presence:
         self._views = views
         self._server = server
         self._beat = beat
-        self._task: asyncio.Task[None] | None = None
+        self._task = Background("presence", self._run)
         self._refreshed = asyncio.Event()
         self.workers: list[WorkerBeat] = []
         self.pools: list[PoolBeat] = []
         self._unserved: dict[str, float] = {}
 
     def start(self) -> None:
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="presence")
+        self._task.start()
 
     async def wait_refreshed(self) -> None:
         """Until the view is one that began after this call."""
@@ -40,10 +40,7 @@ class Presence:
         await self._refreshed.wait()
 
     async def stop(self) -> None:
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self._task.stop()
 
     async def remove(self) -> None:
         """Take this server out of the index, once nothing names it any more."""

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from inference.background import Background
 from inference.errors import SluiceError, StoreUnavailable
 from inference.messages import WorkerBeat
 from inference.store.series import Series
@@ -22,17 +23,13 @@ class Sampler:
         self._workers = workers
         self._seen: dict[str, int] = {}
         self._looked = 0.0
-        self._task: asyncio.Task[None] | None = None
+        self._task = Background("sampler", self._run)
 
     def start(self) -> None:
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="sampler")
+        self._task.start()
 
     async def stop(self) -> None:
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self._task.stop()
 
     def measure(self, now: float) -> tuple[float, int]:
         """(tokens per second since the last call, requests running) of all workers; ``now``: a monotonic clock.

@@ -12,7 +12,8 @@ import logging
 from collections.abc import Callable
 
 from inference import metrics
-from inference.errors import SluiceError, StoreUnavailable
+from inference.background import Background
+from inference.errors import StoreUnavailable
 from inference.lifecycle import Outcome
 from inference.messages import Ending
 from inference.store.store import RequestStore
@@ -51,13 +52,12 @@ class Settler:
         self._notes: dict[str, _Note] = {}
         self._busy: set[str] = set()
         self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._task = Background("settler", self._run)
         self._jobs: set[asyncio.Task[None]] = set()
         self.retries = 0
 
     def start(self) -> None:
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="settler")
+        self._task.start()
 
     def put(
         self,
@@ -108,11 +108,10 @@ class Settler:
                 self.pending,
                 extra={"event": "settler_gave_up"},
             )
-        tasks = [t for t in (self._task, *self._jobs) if t is not None]
-        self._task = None
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._task.stop()
+        for job in self._jobs:
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
         return self.pending
 
     async def _run(self) -> None:
@@ -142,7 +141,8 @@ class Settler:
                 metrics.SETTLE_RETRIES.inc()
                 await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, _LAST_BACKOFF)
-            except SluiceError:
+            except Exception:
+                # The edge of this task: a note that stays would keep the server from its end.
                 logger.exception("request %s could not be settled", request_id, extra={"event": "settle_failed"})
                 break
         del self._notes[request_id]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from inference import metrics
+from inference.background import Background
 from inference.config import Config, host_name
 from inference.endings import log_ending
 from inference.errors import ConfigError, SluiceError, StoreUnavailable
@@ -85,11 +86,11 @@ class Supervisor:
         await self.redis.call("PING")
         await self._beat()
         self._reaper.start()
-        beats = asyncio.create_task(self._beats(), name="pool-beats")
+        beats = Background("pool-beats", self._beats)
+        beats.start()
         keepers = [asyncio.create_task(self._keep(i), name=f"keep-{i}") for i in range(len(self._slots))]
         await asyncio.gather(*keepers)
-        beats.cancel()
-        await asyncio.gather(beats, return_exceptions=True)
+        await beats.stop()
         await self._reaper.stop()
         await self._leave()
         await self.redis.stop()

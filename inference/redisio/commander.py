@@ -155,6 +155,10 @@ class Commander:
                 if not self._closing:
                     await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, _LAST_BACKOFF)
+            except Exception as exc:
+                # The edge of this task, on which everything waits: one of the commands could not even be written.
+                logger.exception("%d commands are given up", len(batch), extra={"event": "redis_commands_refused"})
+                await self._refused(batch, exc)
             self._longest = max(self._longest, time.monotonic() - began)
             if self._closing:
                 self._wake.set()
@@ -213,6 +217,15 @@ class Commander:
             call.future.set_exception(error)
         else:
             call.future.set_result(reply)
+
+    async def _refused(self, batch: list[_Call], exc: Exception) -> None:
+        for call in batch:
+            if not call.future.done():
+                error = SluiceError(f"a command could not be sent ({type(exc).__name__})")
+                error.__cause__ = exc
+                call.future.set_exception(error)
+                call.future.exception()  # as below
+        await self._disconnect()
 
     async def _failed(self, batch: list[_Call], exc: BaseException, began: float) -> None:
         self.errors += 1

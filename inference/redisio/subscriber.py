@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from inference.background import Background
+
 logger = logging.getLogger("sluice.redis")
 
 _LAST_BACKOFF = 1.0
@@ -45,22 +47,18 @@ class Subscriber:
         # A silence is looked at two more times before it has lasted ``timeout``.
         self._ping_after = timeout / 2.5
         self._name = name
-        self._task: asyncio.Task[None] | None = None
+        self._task = Background(f"subscriber-{name}", self._run)
         self._up = asyncio.Event()
 
     def start(self) -> None:
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name=f"subscriber-{self._name}")
+        self._task.start()
 
     async def wait_connected(self) -> None:
         await self._up.wait()
 
     async def stop(self) -> None:
         """Idempotent."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self._task.stop()
 
     async def _run(self) -> None:
         backoff = 0.05
