@@ -13,20 +13,25 @@ page, which holds the answer for ``writing.HOLD_SECONDS``), after
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Coroutine
 from typing import Any
 
 from channels.db import database_sync_to_async
 from django.conf import settings
+from django.db import DatabaseError
 
 from apps.chat import writing
 from apps.chat.models import Message
 from apps.chat.recording import Recording
 from apps.chat.turns import Turn
 from apps.chat.writer import Caller, Writer
+from inference.errors import StoreUnavailable
 from inference.gateway import Gateway
 from inference.lifecycle import Reason
+
+logger = logging.getLogger("sluice.chat")
 
 
 class Recorder:
@@ -113,10 +118,14 @@ class Recorder:
     async def _abandon(self, recording: Recording, grace: float) -> None:
         try:
             await asyncio.sleep(grace)
-            while await database_sync_to_async(writing.held)(recording.message_id):  # noqa: ASYNC110
+            while not recording.watchers and not recording.over:
+                try:
+                    if not await database_sync_to_async(writing.held)(recording.message_id):
+                        await self.stop(recording, Reason.CLIENT_GONE)
+                        return
+                except (DatabaseError, StoreUnavailable) as exc:
+                    logger.warning("chat answer %s: not stopped yet (%s)", recording.message_id, type(exc).__name__)
                 await asyncio.sleep(0.5)
-            if not recording.watchers and not recording.over:
-                await self.stop(recording, Reason.CLIENT_GONE)
         finally:
             if self._leaving.get(recording.message_id) is asyncio.current_task():
                 del self._leaving[recording.message_id]
