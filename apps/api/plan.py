@@ -95,10 +95,7 @@ async def chat(
     """
     _check_generates(body.model, caller)
     _check_stream_options(body.stream, body.stream_options)
-    if body.store:
-        raise invalid("Answers are not stored: store can only be false.", "store", "unsupported_parameter")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise invalid("top_logprobs needs logprobs: true.", "top_logprobs", "invalid_value")
+    _check_chat(body)
     use = toolkit.resolve(body.tools, body.tool_choice, body.parallel_tool_calls)
     messages = prompts.conversation(body.messages)
     kwargs = dict(body.chat_template_kwargs or {})
@@ -297,6 +294,13 @@ def check_obfuscation(wanted: bool | None) -> None:
     """
     if wanted:
         raise invalid("Nothing is padded.", "stream_options.include_obfuscation", "unsupported_parameter")
+
+
+def _check_chat(body: ChatBody) -> None:
+    if body.store:
+        raise invalid("Answers are not stored: store can only be false.", "store", "unsupported_parameter")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs needs logprobs: true.", "top_logprobs", "invalid_value")
 
 
 def _check_completion(body: CompletionBody, keep: int) -> None:
