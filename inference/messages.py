@@ -199,6 +199,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
             hold, tokens.
         slots: requests that it runs at once.
         dimensions: of an embedding model's vectors; 0 where there are none, or nobody knows.
+        suggested: ``temperature`` and ``top_p`` where the model's makers name them. Nothing
+            applies them by itself: what a request leaves out has the API's own default.
     """
 
     alias: str
@@ -208,6 +210,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     slots: int
     kind: Literal["generate", "embed"] = "generate"
     dimensions: int = 0
+    suggested: dict[str, float] = {}
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -130,6 +130,11 @@ class Generated(Answer):
     timings: Timings
 
 
+class Suggested(Answer):
+    temperature: float | msgspec.UnsetType = msgspec.UNSET
+    top_p: float | msgspec.UnsetType = msgspec.UNSET
+
+
 class Model(Answer):
     id: str
     object: Literal["model"]
@@ -138,6 +143,7 @@ class Model(Answer):
     ready: bool
     kind: Literal["generate", "embed"]
     context_length: int | msgspec.UnsetType = msgspec.UNSET
+    suggested: Suggested | msgspec.UnsetType = msgspec.UNSET
 
 
 class Models(Answer):

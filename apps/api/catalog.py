@@ -35,6 +35,8 @@ def model_entry(spec: ModelSpec) -> dict[str, Any]:
     }
     if served is not None:
         out["context_length"] = min(served.context_length, served.capacity_tokens)
+        if served.suggested:
+            out["suggested"] = served.suggested
     return out
 
 

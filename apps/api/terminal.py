@@ -112,8 +112,8 @@ class Conversation:
         return path
 
 
-def choose_model(client: httpx.Client, wanted: str | None = None) -> str:
-    """The model asked for, or the first that this key may use.
+def choose_model(client: httpx.Client, wanted: str | None = None) -> dict[str, Any]:
+    """The model asked for, or the first that this key may use: its entry in ``/v1/models``.
 
     Raises:
         TerminalError: the server is away, the key is wrong, or there is no such model; then it lists those there are.
@@ -126,12 +126,12 @@ def choose_model(client: httpx.Client, wanted: str | None = None) -> str:
         ) from exc
     if reply.status_code != 200:
         raise TerminalError(_message(reply))
-    models = [str(model["id"]) for model in reply.json()["data"] if model.get("kind") != "embed"]
+    models = {str(model["id"]): model for model in reply.json()["data"] if model.get("kind") != "embed"}
     if not models:
         raise TerminalError("This key may use no model that answers.")
     if wanted is not None and wanted not in models:
         raise TerminalError(f"There is no model {wanted!r} for this key. There are: {', '.join(models)}.")
-    return wanted or models[0]
+    return dict(models[wanted or next(iter(models))])
 
 
 def _lines(reply: httpx.Response) -> Iterator[str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from apps.api.sampling import chat_defaults
 from apps.chat import services
 from apps.chat.services import ChatError
 from inference.errors import SluiceError
+from inference.messages import ModelInfo
 from sluice import runtime
 
 
@@ -22,12 +25,18 @@ def offered(principal: Any) -> dict[str, Any]:
             "alias": alias,
             "ready": alias in served,
             "context_length": served[alias].context_length if alias in served else None,
+            "defaults": defaults(alias, served),
         }
         for alias in gateway.aliases
         if principal.may_use(alias) and (alias not in served or served[alias].kind == "generate")
     ]
     ready = [model["alias"] for model in models if model["ready"]] or [model["alias"] for model in models]
     return {"models": models, "default": ready[0] if ready else None}
+
+
+def defaults(model: str, served: Mapping[str, ModelInfo]) -> dict[str, float]:
+    """What a conversation samples with where its settings say nothing; of a model that is not served, a guess."""
+    return chat_defaults(served[model].suggested if model in served else {})
 
 
 def chosen(principal: Any, user: Any, body: dict[str, Any]) -> str:

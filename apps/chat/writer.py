@@ -25,7 +25,7 @@ from apps.accounts.limits import LimitExceeded, limiter_of
 from apps.accounts.quota import Quota
 from apps.api.errors import ApiError, from_refusal
 from apps.api.service import chat_job
-from apps.chat import turns, writing
+from apps.chat import offers, turns, writing
 from apps.chat.models import Message
 from apps.chat.recording import Recording
 from apps.chat.serialise import message_json, sibling_ids
@@ -134,11 +134,10 @@ class Writer:
         recording = self.recording
         await database_sync_to_async(writing.begin_request)(recording.message_id, recording.request_id)
         messages = await database_sync_to_async(turns.prompt_messages)(turn)
-        params = {
-            name: turn.conversation.settings[name]
-            for name in ("temperature", "top_p", "max_tokens")
-            if name in turn.conversation.settings
-        }
+        params: dict[str, Any] = {**offers.defaults(turn.answer.model, self.gateway.models())}
+        for name in ("temperature", "top_p", "max_tokens"):
+            if name in turn.conversation.settings:
+                params[name] = turn.conversation.settings[name]
         return await chat_job(
             recording.request_id, turn.answer.model, messages, params,
             continue_final=turn.continues, quotas=self.caller.quotas,

@@ -91,6 +91,7 @@ class Presence:
                         slots=known.slots + info.slots,
                         kind=info.kind,
                         dimensions=min(known.dimensions, info.dimensions),
+                        suggested=known.suggested or info.suggested,
                     )
         return served
 

@@ -146,6 +146,8 @@ def test_settings_and_presets_hold_per_conversation(page: Any) -> None:
     say(page, "ok")
     wait_done(page)
     page.click("#open-settings")
+    shown = [page.get_attribute(f"#{name}", "placeholder") for name in ("temperature", "top_p")]
+    assert shown == ["default: 0.7", "default: 1"]
     page.fill("#system", "Be brief.")
     page.fill("#temperature", "3")
     page.click("#apply-settings")

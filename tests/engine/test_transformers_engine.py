@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 import time
@@ -54,6 +55,18 @@ def stopping_id(ids: list[int], start: int) -> tuple[int, int]:
         if ids[place] not in ids[:place] and ids[place] != EOS:
             return ids[place], place
     raise AssertionError("the tiny model repeats itself; choose another prompt")
+
+
+async def test_what_the_makers_suggest_is_told(tmp_path: Path, rig: Rig) -> None:
+    """Of ``generation_config.json``, what a request could ask for."""
+    assert rig.info.suggested == {}
+    folder = write_tiny_model(tmp_path)
+    file = tmp_path / "generation_config.json"
+    makers = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    file.write_text(json.dumps(json.loads(file.read_text()) | makers))
+    tuned = Rig(TransformersEngine(folder, alias="tuned", device=DEVICE, config=tiny_config()))
+    assert (await tuned.load()).info.suggested == {"temperature": 0.6, "top_p": 0.95}
+    await tuned.engine.close()
 
 
 # Endings

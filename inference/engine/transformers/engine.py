@@ -87,6 +87,7 @@ class TransformersEngine:
             context_length=self._loaded.context_length,
             capacity_tokens=self._batching_loop.longest,
             slots=self._admission.slots,
+            suggested=self._loaded.suggested,
         )
 
     def _open(self) -> None:

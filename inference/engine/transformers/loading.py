@@ -28,6 +28,7 @@ class Loaded(NamedTuple):
     eos_ids: frozenset[int]
     vocab_size: int
     context_length: int
+    suggested: dict[str, float]
 
 
 def load_model(folder: str, device: torch.device, config: Config, *, ranks: int = 1) -> Loaded:
@@ -65,6 +66,7 @@ def load_model(folder: str, device: torch.device, config: Config, *, ranks: int 
         eos_ids=_eos_ids(model, tokenizer),
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         context_length=min(wanted, longest) if wanted and longest else wanted or longest or 4096,
+        suggested=_suggested(model.generation_config),
     )
 
 
@@ -156,6 +158,17 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
         elif value:
             ids.update(int(i) for i in value)
     return frozenset(i for i in ids if i >= 0)
+
+
+def _suggested(generation: Any) -> dict[str, float]:
+    """The sampling parameters that ``generation_config.json`` names, where a request could ask for them."""
+    found = {name: getattr(generation, name, None) for name in ("temperature", "top_p")}
+    bounds = {"temperature": 2.0, "top_p": 1.0}
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if isinstance(value, (int, float)) and 0 <= value <= bounds[name]
+    }
 
 
 def first_line(error: BaseException) -> str:

@@ -87,7 +87,7 @@ def test_a_model_that_is_not_there_is_refused_at_the_start(site: Site) -> None:
     assert "There is no model 'nope' for this key. There are: demo, slow, one." in done.stderr
     assert "> " not in done.stdout
     with httpx.Client(base_url=site.url, headers={"Authorization": f"Bearer {site.demo_only}"}) as client:
-        assert choose_model(client) == choose_model(client, "demo") == "demo"
+        assert choose_model(client)["id"] == choose_model(client, "demo")["id"] == "demo"
         with pytest.raises(TerminalError, match=r"There are: demo\.$"):
             choose_model(client, "slow")
 

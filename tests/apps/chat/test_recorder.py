@@ -15,14 +15,16 @@ from django.contrib.auth import get_user_model
 from django.db import DatabaseError
 from django.db.models.query import QuerySet
 
+from apps.api.errors import ApiError
 from apps.chat import turns
 from apps.chat.live import LiveMarkdown
 from apps.chat.models import Message
 from apps.chat.recorder import Recorder
 from apps.chat.recording import Recording
+from apps.chat.turns import Turn
 from apps.chat.writer import Caller
 from inference.config import Config
-from inference.messages import Frame
+from inference.messages import Frame, Job, ModelInfo
 from sluice import runtime
 from tests.core.conftest import Deploy, deploy  # noqa: F401
 
@@ -97,6 +99,43 @@ async def test_an_answer_that_is_deleted_while_it_is_watched_is_let_go(answer: M
         while not recording.released:
             await recording.wait_change(recording.version)
     assert recording.over
+
+
+@pytest.mark.parametrize(
+    ("suggested", "chosen", "sent"),
+    [
+        ({}, {}, (0.7, 1.0)),
+        ({"temperature": 0.6, "top_p": 0.95}, {}, (0.6, 0.95)),
+        ({"temperature": 0.6, "top_p": 0.95}, {"temperature": 1.5}, (1.5, 0.95)),
+    ],
+)
+async def test_an_answer_is_sampled_as_the_settings_show(
+    answer: Message,
+    suggested: dict[str, float],
+    chosen: dict[str, float],
+    sent: tuple[float, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A temperature of 1, the API's default, makes small models babble."""
+    asked: list[dict[str, Any]] = []
+
+    async def noted(request_id: str, model: str, messages: Any, params: dict[str, Any], **more: Any) -> Job:
+        asked.append(params)
+        raise ApiError(400, "enough")
+
+    class Serving:
+        def models(self) -> dict[str, ModelInfo]:
+            return {"m": ModelInfo("m", "transformers", 100, 100, 1, suggested=suggested)}
+
+    monkeypatch.setattr("apps.chat.writer.chat_job", noted)
+    answer.conversation.settings = chosen
+    recorder = Recorder(gateway=Serving())  # type: ignore[arg-type]
+    recording = recorder.start(Turn(answer.conversation, answer, None), Caller(user_id=1, owner="user:1"))
+    recorder.watch(recording, object())
+    async with asyncio.timeout(10):
+        while not recording.over:
+            await recording.wait_change(recording.version)
+    assert [(params["temperature"], params["top_p"]) for params in asked] == [sent]
 
 
 async def test_a_generation_whose_answer_is_deleted_is_stopped(

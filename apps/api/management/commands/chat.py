@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 from django.core.management.base import CommandError
 
+from apps.api.sampling import TEMPERATURE, chat_defaults
 from apps.api.terminal import Conversation, Terminal, TerminalError, choose_model
 from sluice.command import Command as SluiceCommand
 
@@ -31,7 +32,9 @@ class Command(SluiceCommand):
         parser.add_argument("--key", help="an API key (default: SLUICE_API_KEY)")
         parser.add_argument("--model", help="alias of a model (default: the first)")
         parser.add_argument("--system", default="", help="system message")
-        parser.add_argument("--temperature", type=float)
+        parser.add_argument(
+            "--temperature", type=float, help=f"default: what the model's makers suggest, else {TEMPERATURE}"
+        )
         parser.add_argument("--max-tokens", type=int)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -57,7 +60,9 @@ class Command(SluiceCommand):
                 base_url=options["url"].rstrip("/").removesuffix("/v1"), headers=headers, timeout=timeout
             ) as client:
                 model = choose_model(client, options["model"])
-                Terminal(Conversation(client, model, options["system"], **chosen), input, self.stdout._out).run()
+                chosen = {**chat_defaults(model.get("suggested", {})), **chosen}
+                conversation = Conversation(client, model["id"], options["system"], **chosen)
+                Terminal(conversation, input, self.stdout._out).run()
         except httpx.InvalidURL as exc:
             raise CommandError(f"{options['url']!r} is no address of a server: {exc}.") from exc
         except TerminalError as exc:

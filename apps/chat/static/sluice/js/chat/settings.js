@@ -4,7 +4,7 @@ import { call } from "./api.js";
 import { $ } from "./dom.js";
 
 const BUILT_IN = [
-  { name: "Model's own", settings: {} },
+  { name: "Default", settings: {} },
   { name: "Precise", settings: { temperature: 0 } },
   { name: "Balanced", settings: { temperature: 0.7, top_p: 0.95 } },
   { name: "Creative", settings: { temperature: 1.1, top_p: 0.98 } },
@@ -90,11 +90,20 @@ export class Settings {
   }
 
   open() {
+    this.drawDefaults();
     this.fill(this.values);
     this.drawPresets();
     this.complain("");
     $("preset-name").value = "";
     this.dialog.showModal();
+  }
+
+  /** An empty field says what it stands for, with the model that is picked. */
+  drawDefaults() {
+    const model = this.models.find((each) => each.alias === $("model").value);
+    for (const name of ["temperature", "top_p"]) {
+      $(name).placeholder = model ? `default: ${model.defaults[name]}` : "default";
+    }
   }
 
   fill(values) {
