@@ -97,6 +97,29 @@ def test_lost_on_the_way_there_or_back(contexts: Callable[..., Any], narrow: Sit
     assert page.locator(".message").count() == 2
 
 
+def test_not_sent_when_the_page_is_loaded_again(contexts: Callable[..., Any], narrow: Site) -> None:
+    """What the server has not got is a draft then; what it has got without the page's knowing is none."""
+    wire = Wire("generate")
+    page = open_chat(contexts(narrow), prepare=wire.lay)
+    before = ended(narrow)
+    for lost, messages in (("generate", 0), ("accepted", 4)):
+        text = f"Now? [[say:Lost {lost}.]]"
+        wire.keep = {lost}
+        ask(page, text)
+        eventually(page, lambda: wire.kept)
+        wire.keep.clear()
+        page.reload()
+        page.wait_for_selector("html[data-ready]")
+        assert page.locator(".message").count() == messages
+        if lost == "generate":
+            assert page.input_value("#input") == text
+            page.press("#input", "Enter")
+        wait_text(page, f"Lost {lost}.")
+        wait_done(page)
+        assert page.input_value("#input") == ""
+    eventually_sync(lambda: ended(narrow) == before + 2, 10, what="each was generated once")
+
+
 def test_sent_and_stopped_while_the_network_is_gone(page: Any, narrow: Site, cut: Cut) -> None:
     gone(page, cut)
     say(page, counted(900), "Now?")

@@ -466,9 +466,17 @@ function changedElsewhere({ conversation: id, answer }) {
   if (id === conversation?.id && !(answer && live.has(answer))) refresh();
 }
 
+/** What the server may not have got is a draft for the page after this one. */
+function leaveUnsent() {
+  for (const { question, conversation: id } of pending) if (question) composer.leave(id ?? "new", question.data.text);
+}
+
 // The page goes: say so, since a socket that merely breaks is waited for. It may also come back,
 // out of the browser's cache.
-addEventListener("pagehide", () => client.close(4001));
+addEventListener("pagehide", (event) => {
+  if (!event.persisted) leaveUnsent();
+  client.close(4001);
+});
 addEventListener("pageshow", (event) => {
   if (event.persisted) client.connect();
 });
@@ -520,6 +528,8 @@ sidebar.set(boot.list);
 if (boot.detail) {
   show(boot.detail);
   composer.draft(boot.detail.conversation.id);
+  // The server has got it after all.
+  if (composer.input.value === views.findLast((view) => !view.answer)?.data.text) composer.set("");
   scroller.toEnd();
 } else {
   fresh(false);

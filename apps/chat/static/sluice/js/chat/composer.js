@@ -69,6 +69,16 @@ export class Composer {
     this.set(text);
   }
 
+  /** Leave a text as a draft for the page after this one, before what is written already. */
+  leave(key, text) {
+    try {
+      const name = `sluice-draft-${key}`;
+      sessionStorage.setItem(name, [text, sessionStorage.getItem(name)].filter(Boolean).join("\n\n"));
+    } catch {
+      // As above.
+    }
+  }
+
   grow() {
     this.input.style.height = "auto";
     this.input.style.height = `${this.input.scrollHeight}px`;
