@@ -24,7 +24,6 @@ class EstimatingTokenizer:
     eos_ids: frozenset[int] = frozenset()
     special_ids: frozenset[int] = frozenset()
     has_chat_template = True
-    supports_tools = True
     upstream = True
 
     def __init__(self, *, context_length: int = 0) -> None:

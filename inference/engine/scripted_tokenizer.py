@@ -60,7 +60,6 @@ class ScriptedTokenizer:
     eos_ids = frozenset({EOS})
     special_ids = frozenset({START, EOS})
     has_chat_template = True
-    supports_tools = True
     upstream = False
 
     def __init__(self, *, context_length: int = 4096) -> None:

@@ -100,11 +100,6 @@ class ModelTokenizer:
         return bool(self._sources)
 
     @property
-    def supports_tools(self) -> bool:
-        """Whether a chat template writes out tool definitions."""
-        return any("tools" in source for source in self._sources.values())
-
-    @property
     def leading_space(self) -> LeadingSpace:
         return self._vocabulary.leading_space
 

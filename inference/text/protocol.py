@@ -50,9 +50,6 @@ class Tokenizer(TokenBytes, Protocol):
     def upstream(self) -> bool:
         """Whether the real tokenizer is an upstream server's: lengths are guesses, and a job needs ``prompt_text``."""
 
-    @property
-    def supports_tools(self) -> bool: ...
-
     def encode(self, text: str, *, add_special_tokens: bool = False, trusted: bool = True) -> list[int]: ...
 
     def encode_bounded(

@@ -45,7 +45,6 @@ class Reply:
     done: bool = False
     error: dict[str, Any] | None = None
     events: list[str] = field(default_factory=list)
-    last_id: int = 0
 
     @property
     def text(self) -> str:
@@ -149,7 +148,6 @@ class Call:
                         self.id = message["request_id"]
                     case "delta":
                         self.reply.add(message["text"])
-                        self.reply.last_id = message["seq"]
                     case "done":
                         self.reply.finish, self.reply.done = message["finish_reason"], True
                         await socket.close()
