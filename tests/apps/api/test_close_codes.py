@@ -19,7 +19,7 @@ from apps.api import asyncapi, websocket
 from sluice.consumers import HttpError
 from tests.apps.api import live
 from tests.apps.api.live import Site
-from tests.apps.api.test_websocket import hear, opened, tell, until
+from tests.apps.api.sockets import hear, opened, tell, until
 from tests.support import eventually
 
 pytestmark = pytest.mark.timeout(180)

@@ -17,7 +17,7 @@ from websockets.asyncio.client import connect
 from tests.apps.api import live
 from tests.apps.api.asking import CHAT, COMPLETIONS, GENERATE, RESPONSES
 from tests.apps.api.live import Site, chat
-from tests.apps.api.test_websocket import hear, tell, until
+from tests.apps.api.sockets import hear, tell, until
 from tests.support import eventually
 
 pytestmark = pytest.mark.timeout(180)

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
 from channels.testing import WebsocketCommunicator
 from django.contrib.auth import get_user_model
-from django.test import AsyncClient
 
 from apps.accounts.limits import _in_words
 from apps.accounts.models import UserLimits
 from apps.chat.models import Message
-from inference.config import Config
 from sluice import runtime
-from sluice.asgi import application
+from tests.apps.chat.sockets import TIMEOUT, open_chat
 from tests.core.conftest import Deploy, deploy  # noqa: F401
 
-TIMEOUT = 20
-
-
-async def open_chat(user: Any) -> WebsocketCommunicator:
-    """The socket of this user's chat page."""
-    browser = AsyncClient()
-    await browser.aforce_login(user)
-    cookie = browser.cookies["sessionid"].value
-    headers = [(b"cookie", f"sessionid={cookie}".encode()), (b"origin", b"http://localhost"), (b"host", b"localhost")]
-    socket = WebsocketCommunicator(application, "/ws/chat", headers=headers, subprotocols=["sluice.v1"])
-    connected, _ = await socket.connect(timeout=TIMEOUT)
-    assert connected
-    assert (await socket.receive_json_from(TIMEOUT))["type"] == "hello"
-    return socket
+pytestmark = pytest.mark.usefixtures("configured")
 
 
 async def answer_of(socket: WebsocketCommunicator, ref: str, **settings: Any) -> dict[str, Any]:
@@ -45,15 +29,6 @@ async def answer_of(socket: WebsocketCommunicator, ref: str, **settings: Any) ->
         assert message["type"] != "error", message
         if message["type"] == "done" and message["id"] == ref:
             return message["message"]
-
-
-@pytest.fixture(autouse=True)
-async def configured(
-    transactional_db: Any, monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Config]
-) -> AsyncIterator[None]:
-    monkeypatch.setattr(runtime, "_config", make_config())
-    yield
-    await runtime.stop(5.0)  # sockets start the gateway where nobody has
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +15,9 @@ from django.contrib.sessions.models import Session
 from apps.chat import consumers, turns
 from apps.chat.live import complete, complete_content
 from apps.chat.recording import Recording
-from inference.config import Config
-from sluice import runtime
-from tests.apps.chat.test_rate_limits import TIMEOUT, open_chat
+from tests.apps.chat.sockets import TIMEOUT, open_chat
+
+pytestmark = pytest.mark.usefixtures("configured")
 
 
 def sign_out(user: Any) -> None:
@@ -32,15 +32,6 @@ def deactivate(user: Any) -> None:
 def change_password(user: Any) -> None:
     user.set_password("another")
     user.save()
-
-
-@pytest.fixture(autouse=True)
-async def configured(
-    transactional_db: Any, monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Config]
-) -> AsyncIterator[None]:
-    monkeypatch.setattr(runtime, "_config", make_config())
-    yield
-    await runtime.stop(5.0)  # sockets start the gateway where nobody has
 
 
 @pytest.mark.parametrize("end", [sign_out, deactivate, change_password])
