@@ -76,7 +76,7 @@ class TransformersEngine:
             with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as loader:
                 await self._loop.run_in_executor(loader, self._open)
             await self._warm_up()
-        except BaseException:
+        except BaseException:  # also a cancellation: an engine that was not loaded keeps no threads or processes
             await self.close()
             raise
         self._sink, self._died = sink, died
