@@ -276,6 +276,31 @@ async def test_a_call_that_a_stop_string_cuts_is_not_said_to_be_whole(site: Site
             assert item["status"] == ("incomplete" if finish == "stop" else "completed")
 
 
+HELD = '"}}\n</tool_call> and then some more'
+
+
+@pytest.mark.parametrize("stop", [None, HELD], ids=["piece by piece", "held back, and then at once"])
+async def test_a_response_has_its_items_in_the_order_of_the_answer(site: Site, stop: str | None) -> None:
+    """Whole, texts came before all calls; streamed, text behind a call that came with its end broke the answer."""
+    call = SAY_CALL.removeprefix("[[say:").removesuffix("]]")
+    flat = [{"type": "function", **TOOLS[0]["function"]}]
+    asked = {"model": "demo", "input": f"[[say:so {call} and then {call} the end]]", "tools": flat, "stop": stop}
+    async with site.client() as client:
+        plain = await client.post("/v1/responses", json=asked)
+        stream = await client.post("/v1/responses", json={**asked, "stream": True})
+    parsed = [json.loads(p) for p in events(stream.text)]
+    arguments = '{"city": "Paris"}'
+    wanted = ["so", arguments, " and then", arguments, " the end"]
+    for output in (plain.json()["output"], parsed[-1]["response"]["output"]):
+        assert [item["arguments"] if "arguments" in item else item["content"][0]["text"] for item in output] == wanted
+        assert {item["status"] for item in output} == {"completed"}
+    deltas = [""] * len(wanted)
+    for event in parsed:
+        if event["type"] in ("response.output_text.delta", "response.function_call_arguments.delta"):
+            deltas[event["output_index"]] += event["delta"]
+    assert deltas == wanted
+
+
 async def test_tool_choice_none_offers_no_tools(site: Site) -> None:
     async with site.client() as client:
         reply = (
