@@ -312,6 +312,9 @@ def _check_completion(body: CompletionBody, keep: int) -> None:
     if body.echo and body.logprobs is not None:
         text = "Log probabilities of the prompt are not available: echo goes without logprobs."
         raise invalid(text, "echo", "invalid_value")
+    if body.echo and body.resumable:
+        text = "A resumable request goes without echo: whoever reads on in it gets the answer alone."
+        raise invalid(text, "echo", "invalid_value")
 
 
 def _check_resumable(body: Sampling, jobs: list[Job]) -> None:

@@ -136,8 +136,9 @@ class EventsConsumer(ApiConsumer):
                     await self.send_sse_bytes(first)
                 while not generation.done:
                     batch = await generation.next()
-                    events = b"".join(renderer.delta(0, delta) for _, delta in batch if delta.seq > after)
-                    if events:
+                    # Also what the client has is rendered: places in the text are counted on from there.
+                    made = [(delta.seq, renderer.delta(0, delta)) for _, delta in batch]
+                    if events := b"".join(event for seq, event in made if seq > after):
                         await self.send_sse_bytes(events)
                     elif not batch:
                         await self.ping()

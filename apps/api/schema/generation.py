@@ -211,7 +211,7 @@ class CompletionBody(Choices, kw_only=True):
             "in it are control tokens."
         ),
     ]
-    echo: Annotated[bool, about("Put the prompt in front of the answer. Not with logprobs.")] | None = None
+    echo: Annotated[bool, about("Put the prompt in front of the answer. Not with logprobs or resumable.")] | None = None
     best_of: (
         Annotated[
             int,

@@ -418,30 +418,51 @@ async def test_a_resumable_stream_is_read_on_by_another_connection(site: Site) -
     assert texts("/v1/chat/completions", whole) == got
 
 
-@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/generate"])
-async def test_nothing_is_lost_or_repeated_after_any_event(site: Site, route: str) -> None:
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("/v1/chat/completions", {}),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2, "stop": ["no such text"]}),
+        ("/v1/completions", {}),
+        ("/v1/completions", {"logprobs": 2}),
+        ("/generate", {}),
+    ],
+)
+async def test_nothing_is_lost_or_repeated_after_any_event(site: Site, route: str, fields: dict[str, Any]) -> None:
     """Also where text and the reason of the end came together: what a client has after an event is all up to it."""
     prompt = {"messages": [{"role": "user", "content": "go on"}]} if "chat" in route else {"prompt": "go on"}
-    body = {**prompt, "model": "slow", "max_tokens": 5, "ignore_eos": True, "stream": True, "resumable": True}
+    body = {"model": "slow", "max_tokens": 5, "ignore_eos": True, "stream": True, "resumable": True, **prompt, **fields}
 
-    def ends(parsed: list[dict[str, Any]]) -> list[str]:
-        choices = [choice for each in parsed for choice in each.get("choices", [each])]
-        return [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
+    def numbered(raw: str) -> list[tuple[int, list[dict[str, Any]]]]:
+        """What each event with a number says: its choices, or in the native format what counts of them."""
+        out = []
+        for block in raw.split("\n\n"):
+            if block.startswith("id: "):
+                event = json.loads(block.split("data: ", 1)[1])
+                said = event.get("choices") or [{name: event[name] for name in ("text", "finish_reason")}]
+                out.append((int(block.split("\n")[0][4:]), said))
+        return out
 
     async with site.client() as client:
         reply = await client.post(route, json=body)
         path = f"/v1/requests/{reply.headers['x-sluice-request']}/events"
-        blocks = [block for block in reply.text.split("\n\n") if block.startswith("id: ")]
-        numbers = [int(block.split("\n")[0][4:]) for block in blocks]
+        whole = numbered(reply.text)
+        numbers = [number for number, _ in whole]
         assert numbers == sorted(set(numbers)) and len(numbers) >= 2
-        whole = [json.loads(p) for p in events(reply.text)[:-1]]
-        assert ends(whole) == ["length"]
-        for count, number in enumerate(numbers, 1):
-            had = [json.loads(block.split("data: ", 1)[1]) for block in blocks[:count]]
+        assert [c["finish_reason"] for _, said in whole for c in said if c["finish_reason"]] == ["length"]
+        for number in (0, *numbers):
             rest = await client.get(path, params={"after": number})
-            joined = had + [json.loads(p) for p in events(rest.text)[:-1]]
-            assert texts(route, joined) == texts(route, whole)
-            assert ends(joined) == ["length"]
+            assert numbered(rest.text) == [event for event in whole if event[0] > number]
+            assert events(rest.text)[-1] == "[DONE]"
+
+
+async def test_what_is_read_on_in_later_goes_without_echo(site: Site) -> None:
+    """The prompt was not shown to those who read the answer again from its start."""
+    asked = {"model": "demo", "prompt": "hi", "max_tokens": 2, "echo": True, "resumable": True}
+    async with site.client() as client:
+        for stream in (False, True):
+            reply = await client.post("/v1/completions", json={**asked, "stream": stream})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "echo")
 
 
 async def test_oc_03_unknown_route_and_wrong_method(site: Site) -> None:
