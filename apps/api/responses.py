@@ -213,7 +213,8 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for at, raw in enumerate(given):
         try:
-            item: InputItem = msgspec.convert({"type": "message", **raw}, InputItem)
+            kind = raw.get("type")
+            item: InputItem = msgspec.convert({**raw, "type": "message" if kind is None else kind}, InputItem)
         except msgspec.ValidationError as exc:
             raise explain(str(exc), f"input[{at}]") from None
         _append(out, item)

@@ -217,7 +217,12 @@ class StreamConsumer(StreamingWebSocketConsumer):
 
     async def _attach(self, message: SocketAttach) -> None:
         await self._check_caller()
-        await self._run(message.id, Reattached(message.request_id, self.principal), message.after)
+        try:
+            await self._run(message.id, Reattached(message.request_id, self.principal), message.after or 0)
+        except ApiError as exc:
+            if exc.code == "request_not_found":
+                exc.param = "request_id"  # here, "id" is the client's own reference
+            raise
 
     async def _run(self, ref: str, generation: Generation, after: int) -> None:
         try:

@@ -28,7 +28,7 @@ class SocketAttach(Body, kw_only=True, tag_field="type", tag="attach"):
 
     id: Reference
     request_id: Annotated[str, about("As accepted told it.", min_length=1, max_length=128)]
-    after: Annotated[int, about("Number of the last delta seen.", ge=0, le=MAX_INT)] = 0
+    after: Annotated[int, about("Number of the last delta seen.", ge=0, le=MAX_INT)] | None = None
 
 
 class SocketPing(Body, kw_only=True, tag_field="type", tag="ping"):

@@ -258,6 +258,9 @@ async def test_null_is_as_absent(site: Site) -> None:
             if path != "/v1/embeddings":
                 absent = dict.fromkeys(names(path) - set(base), None)
                 assert (await client.post(path, json={**base, **absent})).status_code == 200, path
+        item = {"type": None, "role": "user", "content": "x", "id": None, "status": None}
+        response = await client.post("/v1/responses", json={"model": "demo", "input": [item], "max_output_tokens": 2})
+        assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("path", [*OFFICIAL, "/generate", "/tokenize", "/detokenize"])

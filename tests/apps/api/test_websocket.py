@@ -62,6 +62,7 @@ BAD_FRAMES: list[Any] = [
 
 
 async def test_ws_01_bad_frames_are_answered_and_the_generation_goes_on(site: Site) -> None:
+    logged = len(site.log.read_text())
     async with opened(site) as socket:
         await tell(socket, type="generate", id="a", model="slow", prompt="x", max_tokens=60, ignore_eos=True)
         for frame in BAD_FRAMES:
@@ -71,6 +72,7 @@ async def test_ws_01_bad_frames_are_answered_and_the_generation_goes_on(site: Si
             assert error["error"]["message"]
         done = (await until(socket, "done", "a"))[-1]
         assert done["usage"]["completion_tokens"] == 60
+    assert "Traceback" not in site.log.read_text()[logged:]
 
 
 @pytest.mark.parametrize(
@@ -94,16 +96,20 @@ async def test_wrong_generate_messages(site: Site, fields: Any, code: str | None
 
 
 async def test_ws_01_a_burst_is_answered_frame_by_frame(site: Site) -> None:
+    logged = len(site.log.read_text())
     async with opened(site) as socket:
-        await tell(socket, type="generate", id="a", model="demo", prompt="x", max_tokens=5)
+        await tell(socket, type="generate", id="a", model="slow", prompt="x", max_tokens=2000, ignore_eos=True)
+        await until(socket, "delta", "a")
         for _ in range(1000):
             await socket.send("[]")
-        errors = 0
-        done = False
-        while errors < 1000 or not done:
-            message = await hear(socket)
-            errors += message["type"] == "error"
-            done |= message["type"] == "done"
+        for _ in range(1000):
+            await until(socket, "error")
+        await until(socket, "delta", "a")  # it has gone on all the time
+        await tell(socket, type="cancel", id="a")
+        assert (await until(socket, "done", "a"))[-1]["finish_reason"] == "cancelled"
+    said = site.log.read_text()[logged:]
+    assert "Traceback" not in said
+    assert said.count("\n") < 100, "a line for each would be a flood"
 
 
 async def test_too_many_messages_close_4429(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,11 +198,12 @@ async def test_attach_reads_on_where_another_socket_stopped(site: Site) -> None:
         await tell(socket, type="attach", id="z", request_id=request_id, after=last)
         seen = await until(socket, "done")
         text += "".join(m["text"] for m in seen if m["type"] == "delta")
-        await tell(socket, type="attach", id="y", request_id=request_id)
+        await tell(socket, type="attach", id="y", request_id=request_id, after=None)
         whole = "".join(m["text"] for m in await until(socket, "done") if m["type"] == "delta")
         assert text == whole
         await tell(socket, type="attach", id="x", request_id="gen-none")
-        assert (await until(socket, "error"))[-1]["error"]["code"] == "request_not_found"
+        error = (await until(socket, "error"))[-1]["error"]
+        assert (error["code"], error["param"]) == ("request_not_found", "request_id")
 
 
 async def test_a_reader_is_told_that_another_has_taken_over(site: Site) -> None:
