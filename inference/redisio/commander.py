@@ -59,6 +59,10 @@ class _Call:
         self.script = script
         self.future = future
 
+    @property
+    def name(self) -> str:
+        return self.script.name if self.script else str(self.args[0])
+
 
 class Commander:
     """Owns one connection; :meth:`call` and :meth:`script` return futures.
@@ -79,6 +83,8 @@ class Commander:
         self._closing = False
         self.down_since: float | None = None
         """``time.monotonic()`` at which the first failed round trip since the last success began, or ``None``."""
+        self._refused: set[str] = set()
+        """What was refused in this outage, as by a replica; reads may be answered all the while."""
         self._answered = False
         self._longest = 0.0
         self.round_trips = 0
@@ -176,12 +182,17 @@ class Commander:
         if missing:
             for call, reply in zip(missing, await self._execute(self._redis, missing, by_digest=False), strict=True):
                 self._resolve(call, reply)
-        if self.down_since is not None:
+        if self.down_since is not None and self._is_over(batch):
             logger.warning("Redis answers again after %.1f s", self.outage(), extra={"event": "redis_up"})
             # Several round trips that were given up, each after a short time, are one long silence.
             self._longest = max(self._longest, self.outage())
             self.down_since = None
+            self._refused.clear()
         self._answered = True
+
+    def _is_over(self, batch: list[_Call]) -> bool:
+        """Whether this successful round trip ends an outage. Where that is a refusal, heartbeats show its end."""
+        return not self._refused or any(call.name == "SET" or call.name in self._refused for call in batch)
 
     @staticmethod
     async def _load_scripts(redis: Redis) -> None:
@@ -202,8 +213,10 @@ class Commander:
         self.round_trips += 1
         self.commands += len(batch)
         replies: list[Any] = await pipe.execute(raise_on_error=False)
-        for reply in replies:
+        for call, reply in zip(batch, replies, strict=True):
             if isinstance(reply, RedisError) and (not isinstance(reply, ResponseError) or _is_outage(reply)):
+                if isinstance(reply, ResponseError):
+                    self._refused.add(call.name)
                 raise reply
         return replies
 
@@ -211,8 +224,7 @@ class Commander:
         if call.future.done():
             return
         if isinstance(reply, Exception):
-            what = call.script.name if call.script else call.args[0]
-            error = SluiceError(f"Redis refused {what}: {reply}")
+            error = SluiceError(f"Redis refused {call.name}: {reply}")
             error.__cause__ = reply
             call.future.set_exception(error)
         else:

@@ -344,6 +344,25 @@ async def test_a_redis_that_takes_no_writes_for_a_while_is_an_outage(
     assert sorted(e.reason for e in deployment.endings) == ["client_gone", "length"]
 
 
+async def test_a_redis_that_takes_no_writes_for_good_ends_streams(deploy: Deploy, redis: redis_async.Redis) -> None:
+    """Reads are answered all the while. Before, each of them ended the outage, and the limit was never reached."""
+    deployment = deploy(models="scripted=scripted:rate=100", heartbeat_ttl=10.0, redis_outage_limit=1.0)
+    gateway, _ = await deployment.both()
+    try:
+        with pytest.raises(RequestEnded, match="does not answer"):
+            async with gateway.request(spec(4000)) as stream:
+                await stream.next()
+                await redis.execute_command(*REFUSALS["a replica"][0])
+                await eventually(lambda: gateway.redis.errors, what="writes are refused")
+                assert await gateway.views.count() == 1 and not gateway.healthy
+                await asyncio.wait_for(read(stream), 20)
+    finally:
+        await redis.execute_command(*REFUSALS["a replica"][1])
+    await deployment.clean(gateway)
+    assert [e.reason for e in deployment.endings] == ["state_lost"]
+    await eventually(lambda: gateway.healthy, what="heartbeats are taken")
+
+
 @pytest.mark.parametrize(
     ("text", "passes"),
     [
