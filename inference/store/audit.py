@@ -17,6 +17,7 @@ from inference.store.store import RequestStore
 from inference.store.views import StoreViews
 
 _PAGE = 500
+_PLACING = ("state", "server", "worker", "model", "finish", "resumable", "attempt")
 _SINGLES = frozenset(
     "live deadlines detached servers workers pools restarts history outcomes usage usage:batch".split()
 )
@@ -83,10 +84,15 @@ class _Audit:
                 self.findings.append(f"unknown key {name}")
 
     async def _record(self, key: str, request_id: str) -> None:
-        fields = ("state", "server", "worker", "model", "finish", "resumable")
-        values = await self.redis.call("HMGET", key, *fields)
-        if values[0] is not None:
-            self.records[request_id] = {f: (v or b"").decode() for f, v in zip(fields, values, strict=True)}
+        if record := await self._read(key):
+            self.records[request_id] = record
+
+    async def _read(self, key: str) -> dict[str, str]:
+        """What places a record; empty where there is none."""
+        values = await self.redis.call("HMGET", key, *_PLACING)
+        if values[0] is None:
+            return {}
+        return {f: (v or b"").decode() for f, v in zip(_PLACING, values, strict=True)}
 
     async def _log(self, key: str, request_id: str) -> None:
         record, ttl = await asyncio.gather(
@@ -153,11 +159,35 @@ class _Audit:
                 await self._entry(key, member.decode(), "SISMEMBER")
 
     async def _entry(self, key: str, request_id: str, command: str) -> None:
-        if request_id in self.records or await self.redis.call("EXISTS", self.k.request(request_id)):
+        name, record = key[len(self.k.prefix) :], self.records.get(request_id)
+        if record and _belongs(name, record):
+            return
+        # It may have moved on since it was read. What is still so, and was so all the while, is no step under way.
+        record = await self._read(self.k.request(request_id))
+        if record and _belongs(name, record):
             return
         reply = await self.redis.call(command, key, request_id)
-        if reply is not None and (command == "ZSCORE" or reply):
-            self.findings.append(f"{key[len(self.k.prefix) :]} names {request_id}, which has no record")
+        if reply is None or (command == "SISMEMBER" and not reply):
+            return
+        if await self._read(self.k.request(request_id)) == record:
+            why = "whose record says otherwise" if record else "which has no record"
+            self.findings.append(f"{name} names {request_id}, {why}")
+
+
+def _belongs(index: str, record: dict[str, str]) -> bool:
+    """Whether an index entry of this name is one that the record calls for."""
+    kind, _, name = index.partition(":")
+    held = record["state"] == "running" and not record["finish"]
+    match kind:
+        case "queue":
+            return record["state"] == "queued" and record["model"] == name
+        case "running":
+            return held and record["model"] == name
+        case "of":
+            return name == f"server:{record['server']}" or (held and name == f"worker:{record['worker']}")
+        case "detached":
+            return not record["server"]
+    return True
 
 
 async def _scan(redis: Commander, prefix: str) -> AsyncIterator[str]:

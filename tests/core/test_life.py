@@ -10,7 +10,7 @@ from inference.errors import NotServing, Overloaded, SluiceError, TooLarge, Unkn
 from inference.gateway import Detached, Gateway, RequestEnded, StreamGroup
 from inference.lifecycle import Outcome, Reason
 from inference.messages import Superseded, encode
-from inference.store import RequestStore
+from inference.store import RequestStore, audit
 from tests.core.conftest import Deploy, job, read, spec
 from tests.support import eventually
 
@@ -129,6 +129,39 @@ async def test_deadline(deploy: Deploy) -> None:
                 await stream.next()
     assert caught.value.outcome.reason is Reason.DEADLINE
     await deployment.clean(gateway)
+
+
+async def test_an_audit_finds_nothing_while_requests_come_and_go(deploy: Deploy) -> None:
+    """What it reads one after the other moves on meanwhile: that is no disagreement."""
+    deployment = deploy(
+        models="scripted=scripted:rate=400,slots=4", resume_grace=0.1, log_retention=0.0, heartbeat_ttl=30.0
+    )
+    gateway, worker = await deployment.both()
+    enough = asyncio.Event()
+
+    async def caller(number: int) -> None:
+        while not enough.is_set():
+            async with gateway.request(spec(1 + number % 40, resumable=number % 5 == 0)) as stream:
+                if number % 3 == 0:
+                    await gateway.store.requeue(stream.id, worker=worker.id, lost=False)
+                await (stream.next() if number % 4 == 0 else read(stream))
+            number += 8
+
+    async with asyncio.TaskGroup() as callers:
+        for number in range(8):
+            callers.create_task(caller(number))
+        try:
+            for _ in range(15):
+                assert (await audit(gateway.store)).findings == []
+        finally:
+            enough.set()
+
+    async def empty() -> bool:
+        report = await audit(gateway.store)
+        assert report.findings == []
+        return not report.records
+
+    await eventually(empty, what="all have ended")
 
 
 async def test_a_group_reads_several_streams(deploy: Deploy) -> None:

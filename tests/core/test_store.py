@@ -539,6 +539,13 @@ async def test_the_audit_finds_each_kind_of_disagreement(make: Make) -> None:
     await finds("running:scripted names ghost", "SADD", k.running("scripted"), "ghost")
     await finds("of:worker:w1 names ghost", "SADD", k.of_worker("w1"), "ghost")
     await finds("of:server:s1 names ghost", "SADD", k.of_server("s1"), "ghost")
+    # The record is there, is queued, and says that it is on s1.
+    await finds("running:scripted names r", "SADD", k.running("scripted"), lambda i: i)
+    await finds("of:worker:w1 names r", "SADD", k.of_worker("w1"), lambda i: i)
+    await finds("of:server:s2 names r", "SADD", k.of_server("s2"), lambda i: i)
+    await finds("queue:other names r", "ZADD", k.queue("other"), 1, lambda i: i)
+    await finds("detached names r", "ZADD", k.detached, 1, lambda i: i)
+    await finds("queue:scripted names r", "HSET", lambda i: k.request(i), "state", "running", "worker", "w1")
     await finds("without a TTL", "RPUSH", k.log("ghost"), "x")
     await finds("has no TTL", "SET", k.end("ghost"), "x")
     await finds("has no TTL", "SET", k.worker_beat("w9"), "x")
