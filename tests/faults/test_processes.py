@@ -72,10 +72,14 @@ async def test_wf_01_only_worker_killed_with_running_and_queued(make_rig: MakeRi
     began = time.monotonic()
     os.kill(worker.pid, signal.SIGKILL)
     unready = asyncio.create_task(eventually(lambda: _status(server, "/readyz", 503), 10, what="not ready"))
+    late = [await Call.begin(rig, server, kind, 5, find=False) for kind in TRANSPORTS]
     await eventually(lambda: _respawned(rig, worker.id), 20, what="another worker serves")
     timing("worker SIGKILL: another one serves in its place", time.monotonic() - began, 5 + SLACK)
     await unready
     assert [(await c.finish()).text for c in calls] == [whole] * 6
+    for call in late:  # waits its turn, or is told that nobody serves; it never hangs
+        reply = await call.finish(30)
+        assert reply.done or (reply.error or {}).get("code") == "model_unavailable", (call.kind, reply)
     await rig.quiet()
     (now,) = await rig.views.workers()
     assert now.restarts == 1
@@ -286,6 +290,23 @@ async def test_pool_that_cannot_start_its_workers(make_rig: MakeRig) -> None:
 
     await eventually(refused, 30, what="new requests are refused")
     assert await server.get("/readyz") == 503 and await server.get("/healthz") in (200, 404)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_pool_is_told_to_stop_while_its_worker_loads(make_rig: MakeRig, number: int) -> None:
+    """Loading takes minutes and heeds no signal; the pool does not wait for it."""
+    rig = await make_rig(SLUICE_MODELS="scripted=scripted:load=600")
+    pool = rig.spawn("runworker")
+
+    async def loads() -> bool:
+        return [w.state for w in await rig.views.workers()] == ["starting"]
+
+    await eventually(loads, 40, what="the worker loads")
+    (worker,) = await rig.views.workers()
+    pool.signal(number)
+    assert await pool.wait(20) == 0
+    assert not _exists(worker.pid)
+    assert await rig.views.pools() == [], "it has taken its heartbeat along"
 
 
 async def test_server_sigkill_cancels_and_keeps_the_resumable(rig: Rig, timing: Timing) -> None:

@@ -241,6 +241,12 @@ def test_nothing_outlives_a_killed_tree(up):
     run.process.kill()
     run.process.wait()
     eventually_sync(lambda: gone(family), 60, what="all children gone")
+    # Nor does anything stand in the way of the next: port, database, sockets, folders.
+    again = up()
+    again.wait_ready()
+    again.process.send_signal(signal.SIGINT)
+    assert again.wait_end() == 0
+    assert list(again.tmp.iterdir()) == []
 
 
 def test_ctrl_c_while_starting(up):
