@@ -12,13 +12,14 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.faults.harness import CHECK, SLACK, TTL, Exchange, Proxy, Rig
-from tests.faults.transports import TRANSPORTS, Call, undisturbed
+from tests.faults.transports import STREAMING, TRANSPORTS, Call, undisturbed
 from tests.support import eventually
 
 Timing = Callable[[str, float, float], None]
@@ -203,15 +204,19 @@ async def test_rf_03_network_to_redis_is_gone_and_back(make_rig: MakeRig, how: s
     rig = await make_rig(SLUICE_REDIS_TIMEOUT=1)
     proxy = await Proxy(rig.valkey.port).start()
     try:
-        _, server = await asyncio.gather(rig.pool(REDIS_URL=proxy.url), rig.server(REDIS_URL=proxy.url))
-        calls = [await Call.begin(rig, server, "sse-generate", 5000) for _ in range(4)]
+        pool, server = await asyncio.gather(rig.pool(REDIS_URL=proxy.url), rig.server(REDIS_URL=proxy.url))
+        calls = [await Call.begin(rig, server, kind, 5000) for kind in STREAMING]
         for call in calls:
             call.reading()
             await rig.running(call.id, 3)
         if how == "drop":
             proxy.drop()
             await eventually(lambda: _unready(server), 10, what="readiness reflects the outage")
-            await asyncio.sleep(float(os.environ.get("SLUICE_OUTAGE", "5")))
+            outage = float(os.environ.get("SLUICE_OUTAGE", "5"))
+            worked = _computed(server.process.pid), _computed(pool.pid)
+            await asyncio.sleep(outage)
+            for pid, before in zip((server.process.pid, pool.pid), worked, strict=True):
+                assert _computed(pid) - before < 0.5 * outage, "nobody asks and asks again"
             proxy.restore()
         else:
             await rig.redis.call("CLIENT", "KILL", "TYPE", "pubsub")
@@ -230,6 +235,12 @@ async def test_rf_03_network_to_redis_is_gone_and_back(make_rig: MakeRig, how: s
         await rig.quiet(15)
     finally:
         await proxy.stop()
+
+
+def _computed(pid: int) -> float:
+    """Processor time of a process and its children so far, s."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return sum(sum(p.cpu_times()[:2]) for p in family)
 
 
 async def _unready(server: Any) -> bool:
@@ -254,40 +265,75 @@ async def test_late_commands_leave_nothing(make_rig: MakeRig) -> None:
         await proxy.stop()
 
 
-async def test_rf_05_refused_sockets_leave_no_connections(rig: Rig) -> None:
-    """Handshakes refused before accept, and sockets that come and go, cost neither connections nor files."""
-    _, server = await asyncio.gather(rig.pool(), rig.server())
+async def test_rf_05_refused_sockets_leave_no_connections(make_rig: MakeRig) -> None:
+    """Handshakes refused before accept, sockets that come and go, and refusals after it cost nothing that stays."""
+    rig = await make_rig(SLUICE_MODELS="scripted=scripted:rate=50,slots=1,context=100000", SLUICE_MAX_QUEUED=1)
+    _, server = await asyncio.gather(rig.pool(), rig.server(SLUICE_PRE_DRAIN=0, SLUICE_DRAIN_DEADLINE=90))
+    runs = await Call.begin(rig, server, "ws", 50_000)
+    runs.reading()
+    await rig.running(runs.id)
+    waits = await Call.begin(rig, server, "sse-chat", 5)
     count = int(5000 * SCALE)
 
-    async def handshake(key: str, origin: str) -> None:
+    async def handshake(key: str, origin: str, wanted: bytes) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         lines = ["GET /ws/v1/stream HTTP/1.1", "Host: localhost", "Upgrade: websocket", "Connection: Upgrade"]
         lines += ["Sec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==", "Sec-WebSocket-Version: 13", f"Origin: {origin}"]
         lines += [f"Authorization: Bearer {key}"] if key else []
         writer.write("\r\n".join(lines).encode() + b"\r\n\r\n")
         head = await asyncio.wait_for(reader.readuntil(b"\r\n"), 20)
-        assert (b"101" in head) == (key == server.key), head
+        assert head.split()[1] in wanted.split(), head
         writer.transport.abort()
 
-    async def round_of(number: int) -> None:
+    async def ask_in_vain() -> None:
+        call = await Call.begin(rig, server, "ws", 5, find=False)
+        reply = await call.finish()
+        assert reply.error is not None and reply.error["code"] == "overloaded"
+
+    async def one(number: int) -> None:
+        match number % 4:
+            case 0:
+                await handshake("", "http://evil.example", b"401 403")
+            case 1:
+                await handshake("wrong", "http://localhost", b"401 403")
+            case 2:
+                await handshake(server.key, "http://localhost", b"101")
+            case _:
+                await ask_in_vain()
+
+    async def round_of(number: int, act: Callable[[int], Awaitable[None]]) -> None:
         gate = asyncio.Semaphore(32)
 
-        async def one(i: int) -> None:
+        async def limited(i: int) -> None:
             async with gate:
-                key = ("", "wrong", server.key)[i % 3]
-                await handshake(key, "http://localhost" if key == server.key else "http://evil.example")
+                await act(i)
 
-        await asyncio.gather(*(one(i) for i in range(number)))
+        await asyncio.gather(*(limited(i) for i in range(number)))
 
-    await round_of(60)
+    async def flat() -> None:
+        await eventually(
+            lambda: len(_files(server.process.pid)) <= before[1] + 3, 15, what=f"open files back to {before[1]}"
+        )
+        assert await _connections(rig) <= before[0] + 1
+        assert psutil.Process(server.process.pid).memory_info().rss < before[2] + 16 * 2**20
+
+    await round_of(100, one)
     await eventually(lambda: len(_files(server.process.pid)) < 60, 10)
-    before = (await _connections(rig), len(_files(server.process.pid)))
-    await round_of(count)
-    await eventually(
-        lambda: len(_files(server.process.pid)) <= before[1] + 3, 15, what=f"open files back to {before[1]}"
+    before = (
+        await _connections(rig),
+        len(_files(server.process.pid)),
+        psutil.Process(server.process.pid).memory_info().rss,
     )
-    assert await _connections(rig) <= before[0] + 1
-    assert (await (await Call.begin(rig, server, "ws", 5)).finish()).done
+    await round_of(count, one)
+    await flat()
+    assert runs.reply.error is None, "nobody else noticed"
+    server.process.signal(signal.SIGTERM)
+    await eventually(lambda: "server is finishing" in server.process.log(), 10, what="it drains")
+    await round_of(count, lambda _: handshake(server.key, "http://localhost", b"503"))
+    await flat()
+    await runs.leave()
+    assert (await waits.finish()).done
+    assert await server.process.wait() == 0
 
 
 def _files(pid: int) -> list[str]:
