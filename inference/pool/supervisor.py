@@ -192,10 +192,13 @@ class Supervisor:
         k = self.store.keys
         for _ in range(20):
             try:
-                await self.redis.call("DEL", k.worker_beat(worker))
-                await self._reaper.dead_worker(worker, certain=True)
+                async with asyncio.timeout(2.0 if self._draining else None):
+                    await self.redis.call("DEL", k.worker_beat(worker))
+                    await self._reaper.dead_worker(worker, certain=True)
                 return
-            except StoreUnavailable:
+            except (StoreUnavailable, TimeoutError):
+                if self._leaving():
+                    return  # whoever reaps elsewhere finds that it has no heartbeat
                 await asyncio.sleep(0.25)
 
     # -- the pool's own heartbeat ----------------------------------------------------------------------

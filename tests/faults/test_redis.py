@@ -265,6 +265,27 @@ async def test_late_commands_leave_nothing(make_rig: MakeRig) -> None:
         await proxy.stop()
 
 
+@pytest.mark.parametrize("how", ["stands still", "is gone"])
+@pytest.mark.parametrize("busy", [False, True])
+async def test_a_pool_leaves_although_redis_does_not_answer(make_rig: MakeRig, how: str, busy: bool) -> None:
+    """It asked twenty times more whether its workers could be buried, for more than two minutes."""
+    rig = await make_rig(SLUICE_REDIS_TIMEOUT=1)
+    pool = await rig.pool()
+    if busy:
+        server = await rig.server()
+        call = await Call.begin(rig, server, "sse-chat", 50_000)
+        call.reading()
+        await rig.running(call.id)
+    if how == "stands still":
+        rig.valkey.signal(signal.SIGSTOP)
+    else:
+        await rig.valkey.kill()
+    pool.signal(signal.SIGTERM)
+    assert await pool.wait(14) == 0
+    if how == "is gone":
+        await rig.valkey.start()
+
+
 async def test_rf_05_refused_sockets_leave_no_connections(make_rig: MakeRig) -> None:
     """Handshakes refused before accept, sockets that come and go, and refusals after it cost nothing that stays."""
     rig = await make_rig(SLUICE_MODELS="scripted=scripted:rate=50,slots=1,context=100000", SLUICE_MAX_QUEUED=1)
