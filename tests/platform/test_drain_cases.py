@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.harness import Exchange, Rig, Server
-from tests.faults.transports import Call
+from tests.faults.transports import EVERY, TRANSPORTS, Call
 from tests.support import eventually
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.faults]
@@ -23,7 +23,7 @@ RATE = 50
 
 @pytest.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    async with Rig(tmp_path) as rig:
+    async with Rig(tmp_path, SLUICE_MODELS=f"scripted=scripted:rate={RATE},context=100000,slots=24") as rig:
         yield rig
 
 
@@ -83,9 +83,8 @@ async def test_dr_03_the_short_finish_and_the_long_are_told(rig: Rig) -> None:
     deadline = 4.0
     await rig.pool()
     server = await rig.server(SLUICE_PRE_DRAIN="0.2", SLUICE_DRAIN_DEADLINE=str(deadline))
-    kinds = ["sse-chat", "ws", "json-chat"]
-    short = [await Call.begin(rig, server, kind, RATE * 2) for kind in kinds]
-    long = [await Call.begin(rig, server, kind, RATE * 30) for kind in kinds]
+    short = [await Call.begin(rig, server, kind, RATE * 2) for kind in EVERY]
+    long = [await Call.begin(rig, server, kind, RATE * 30) for kind in EVERY]
     reading = [call.reading() for call in (*short, *long)]
     for call in (*short, *long):
         await rig.running(call.id)
@@ -103,7 +102,9 @@ async def test_dr_03_the_short_finish_and_the_long_are_told(rig: Rig) -> None:
         assert not call.reply.done
         assert call.reply.error is not None, call.kind
         # A socket is told by its last message or by the close code, a stream by its last event.
-        assert call.reply.error["code"] in ("shutting_down", "1012"), call.kind
+        # A response that was begun ends in the words that its clients know.
+        told = {"ws": "1012", "sse-responses": "server_error"}.get(call.kind, "shutting_down")
+        assert call.reply.error["code"] in (told, "shutting_down"), call.kind
         ending = await rig.ending(call.id)
         assert (ending.state, ending.reason) == ("cancelled", "shutdown"), call.kind
     await rig.quiet()
@@ -114,7 +115,8 @@ async def test_dr_05_the_whole_deployment_without_grace(rig: Rig) -> None:
     """DR-05, the half of the server: everything is told to stop at once, and every client has an ending."""
     pool = await rig.pool(SLUICE_DRAIN_TIMEOUT="0")
     server = await rig.server(SLUICE_PRE_DRAIN="0", SLUICE_DRAIN_DEADLINE="0")
-    calls = [await Call.begin(rig, server, kind, RATE * 30, find=False) for kind in ["sse-chat", "ws", "json-chat"] * 4]
+    # Twice as many as there are slots: half of them wait.
+    calls = [await Call.begin(rig, server, kind, RATE * 30, find=False) for kind in [*EVERY, *TRANSPORTS[:3]] * 4]
     reading = [call.reading() for call in calls]
 
     async def taken() -> bool:
