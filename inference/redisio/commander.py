@@ -83,7 +83,7 @@ class Commander:
         self._closing = False
         self.down_since: float | None = None
         """``time.monotonic()`` at which the first failed round trip since the last success began, or ``None``."""
-        self._refused: set[str] = set()
+        self._denied: set[str] = set()
         """What was refused in this outage, as by a replica; reads may be answered all the while."""
         self._answered = False
         self._longest = 0.0
@@ -187,12 +187,12 @@ class Commander:
             # Several round trips that were given up, each after a short time, are one long silence.
             self._longest = max(self._longest, self.outage())
             self.down_since = None
-            self._refused.clear()
+            self._denied.clear()
         self._answered = True
 
     def _is_over(self, batch: list[_Call]) -> bool:
         """Whether this successful round trip ends an outage. Where that is a refusal, heartbeats show its end."""
-        return not self._refused or any(call.name == "SET" or call.name in self._refused for call in batch)
+        return not self._denied or any(call.name == "SET" or call.name in self._denied for call in batch)
 
     @staticmethod
     async def _load_scripts(redis: Redis) -> None:
@@ -216,7 +216,7 @@ class Commander:
         for call, reply in zip(batch, replies, strict=True):
             if isinstance(reply, RedisError) and (not isinstance(reply, ResponseError) or _is_outage(reply)):
                 if isinstance(reply, ResponseError):
-                    self._refused.add(call.name)
+                    self._denied.add(call.name)
                 raise reply
         return replies
 
