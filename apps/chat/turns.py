@@ -98,6 +98,7 @@ def _ask(conversation: Conversation, parent: Message | None, text: str, ref: str
     )
     if not conversation.title:
         conversation.title = auto_title(text)
+        conversation.save(update_fields=["title"])
     return _answer(conversation, question, ref, model, question)
 
 
@@ -162,7 +163,7 @@ def _answer(conversation: Conversation, question: Message, ref: str, model: str,
 def _show(conversation: Conversation, leaf: Message) -> None:
     conversation.leaf = leaf
     conversation.updated_at = timezone.now()
-    conversation.save(update_fields=["leaf", "updated_at", "title"])
+    conversation.save(update_fields=["leaf", "updated_at"])
 
 
 def is_cut(message: Message) -> bool:

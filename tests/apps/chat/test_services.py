@@ -105,6 +105,21 @@ def test_regenerate_and_edit_make_branches(user: Any) -> None:
     assert [m.text for m in shown.path()] == ["a", "2"]
 
 
+def test_a_send_does_not_undo_a_name_that_is_given_meanwhile(user: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = start(user, text="a")
+    end(turn)
+    create = Message.objects.create
+
+    def named_meanwhile(**fields: Any) -> Message:
+        services.update_conversation(user, turn.conversation.id, {"title": "Another"})
+        return create(**fields)
+
+    monkeypatch.setattr(Message.objects, "create", named_meanwhile)
+    follow_up(user, turn)
+    turn.conversation.refresh_from_db()
+    assert turn.conversation.title == "Another"
+
+
 def test_a_failed_answer_without_text_is_replaced(user: Any) -> None:
     turn = start(user, text="a")
     end(turn, "", State.FAILED, "refused")
@@ -118,6 +133,7 @@ def test_nothing_is_sent_under_an_answer_that_is_being_written(user: Any) -> Non
     for op, body in (
         ("send", {"conversation": turn.conversation.id, "parent": turn.answer.id, "text": "b"}),
         ("regenerate", {"message": turn.answer.id}),
+        ("continue", {"message": turn.answer.id}),
     ):
         with pytest.raises(ChatError) as error:
             start(user, op, **body)
