@@ -10,11 +10,16 @@ import re
 import signal
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 
+from apps.api import prompts
+from apps.api.schema.generation import ChatBody
+from apps.api.tools import resolve
 from inference.keys import Keys
 from inference.messages import decode_worker_beat
+from inference.models.tokenizer import ModelTokenizer
 from tests.apps.api import live
 from tests.apps.api.asking import CHAT, COMPLETIONS, GENERATE, PATHS, RESPONSES, STREAMS, WAYS, Answer, ask, body
 from tests.apps.api.live import Site, events
@@ -67,8 +72,17 @@ async def test_oc_01_the_end_is_said_once_and_then_the_response_ends(site: Site,
     assert answer.finish == ["length"]
 
 
+async def failures(site: Site) -> float:
+    """Requests that the engine has failed, as the metrics count them."""
+    async with site.client(site.admin) as client:
+        lines = (await client.get("/metrics")).text.splitlines()
+    counted = [line for line in lines if line.startswith("sluice_requests_total{") and '"engine_error"' in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in counted)
+
+
 @pytest.mark.parametrize("way", STREAMS)
 async def test_oc_02_a_failure_in_the_middle_is_an_error_and_never_an_end(site: Site, way: str) -> None:
+    before = await failures(site)
     healthy = [ask(site, way, say("all is well with this one"), max_tokens=40) for _ in range(3)]
     failed, *others = await asyncio.gather(ask(site, way, "[[error@5]]", max_tokens=40), *healthy)
     assert failed.error is not None
@@ -85,6 +99,11 @@ async def test_oc_02_a_failure_in_the_middle_is_an_error_and_never_an_end(site: 
         return any("ERROR" in line and request_id in line for line in site.log.read_text().splitlines())
 
     await eventually(logged, 10, what="an ERROR line with the request's id")
+
+    async def counted() -> bool:
+        return await failures(site) == before + 1
+
+    await eventually(counted, 10, what="one failure more in the metrics")
 
 
 WRONG: list[dict[str, Any]] = [
@@ -348,6 +367,20 @@ async def test_oc_10_nothing_that_is_null_becomes_a_word(site: Site) -> None:
     asked = await ask(site, f"{RESPONSES} json", input=items, max_tokens=2)
     told = await ask(site, f"{CHAT} json", messages=TOLD["null beside calls"], max_tokens=2)
     assert asked.prompt_tokens == told.prompt_tokens
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "f"}}]], ids=["plain", "tools"])
+def test_oc_10_a_models_own_system_prompt_comes_at_most_once(model_folder: str, tools: list[dict[str, Any]]) -> None:
+    tokenizer = ModelTokenizer(model_folder)
+    for name, messages in TOLD.items():
+        asked = msgspec.convert({"model": "real", "messages": messages, "tools": tools}, ChatBody)
+        use = resolve(asked.tools, None, None)
+        ids = prompts.chat_ids(tokenizer, prompts.conversation(asked.messages), use, 4096, {})
+        text = tokenizer.decode(ids, skip_special=False)
+        assert text.count("You are a helpful AI assistant") <= 1, name
+        assert text.count("You can call functions.") == len(tools), name
+        assert not re.search("None|null|undefined", text), name
 
 
 def entries(path: str, answer: Answer) -> list[Any]:

@@ -158,7 +158,12 @@ async def test_dimensions_are_cut_and_normalised(vectors: Site) -> None:
         whole = (await client.post(PATH, json={"model": "minilm", "input": CAT})).json()["data"][0]["embedding"]
         short = await client.post(PATH, json={"model": "minilm", "input": CAT, "dimensions": 64})
         over = await client.post(PATH, json={"model": "minilm", "input": CAT, "dimensions": 385})
+        packed = await client.post(
+            PATH, json={"model": "minilm", "input": CAT, "dimensions": 64, "encoding_format": "base64"}
+        )
     cut = short.json()["data"][0]["embedding"]
+    raw = base64.b64decode(packed.json()["data"][0]["embedding"])
+    assert list(struct.unpack("<64f", raw)) == pytest.approx(cut, abs=1e-6)
     assert len(cut) == 64
     assert dot(cut, cut) == pytest.approx(1, abs=1e-5)
     assert cut[0] / cut[1] == pytest.approx(whole[0] / whole[1], rel=1e-4)
