@@ -14,6 +14,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -268,15 +269,22 @@ async def test_engine_error_of_one_request(rig: Rig) -> None:
     assert rig.aborts_of(bad.id) == 0
 
 
-async def test_pool_that_cannot_start_its_workers(make_rig: MakeRig) -> None:
+#: Workers die as they start, of something that may pass. (What no other worker could do better ends the pool.)
+DIES_EARLY = "import os, sys\nif 'inference.worker' in sys.orig_argv: os._exit(70)\n"
+
+
+async def test_pool_that_cannot_start_its_workers(make_rig: MakeRig, tmp_path: Path) -> None:
     """A crash loop is slow, says so, and new requests are refused instead of waiting for ever."""
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(DIES_EARLY)
     rig = await make_rig(SLUICE_HEARTBEAT_TTL=TTL)
     server_task = asyncio.create_task(rig.server())
     good = await rig.pool()
     server = await server_task
     good.signal(signal.SIGTERM)
     await good.wait()
-    rig.spawn("runworker", SLUICE_MODELS="scripted=scripted:rate=-1")
+    rig.spawn("runworker", PYTHONPATH=f"{hook}:{rig.settings['PYTHONPATH']}")
 
     async def broken() -> bool:
         return any(p.broken for p in await rig.views.pools())
