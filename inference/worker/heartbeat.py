@@ -118,10 +118,11 @@ class Heartbeat:
             # The supervisor hears that this loop turns, whether or not Redis answers meanwhile.
             self._on_beat()
             if sending is None or sending.done():
-                sending = self._loosely(self._try_to_send())
+                sending = self._loosely(self.try_to_send())
             await next_tick(self._config.heartbeat_interval)
 
-    async def _try_to_send(self) -> None:
+    async def try_to_send(self) -> None:
+        """One heartbeat now; where Redis does not answer, the next one says it."""
         try:
             await self.send()
         except StoreUnavailable:

@@ -101,7 +101,7 @@ class Worker:
         self.state = "ready"
         self._outbox.start()
         self._subscriber.start()
-        await self._heartbeat.send()
+        await self._heartbeat.try_to_send()
         self._spawn(self._claims(), "claims")
         self._spawn(self._upkeep.run(), "checks")
 

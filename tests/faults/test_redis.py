@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from inference.errors import StoreUnavailable
 from tests.faults.harness import CHECK, SLACK, TTL, Exchange, Proxy, Rig
 from tests.faults.transports import STREAMING, TRANSPORTS, Call, undisturbed
 from tests.support import eventually
@@ -263,6 +264,29 @@ async def test_late_commands_leave_nothing(make_rig: MakeRig) -> None:
         assert (await (await Call.begin(rig, server, "sse-chat", 5)).finish(15)).done
     finally:
         await proxy.stop()
+
+
+async def test_a_worker_that_has_loaded_while_redis_is_away_stays(make_rig: MakeRig) -> None:
+    """It ended, and loaded again, for as long as Redis was away; after five times its pool called itself broken."""
+    rig = await make_rig(SLUICE_MODELS="scripted=scripted:load=3", SLUICE_REDIS_TIMEOUT=1)
+    pool = rig.spawn("runworker")
+
+    async def workers() -> list[tuple[str, str, int]]:
+        try:
+            return [(w.id, w.state, w.restarts) for w in await rig.views.workers()]
+        except StoreUnavailable:
+            return []
+
+    ((worker, state, _),) = await eventually(workers, 40, what="the worker loads")
+    assert state == "starting"
+    await rig.valkey.kill()
+    await eventually(lambda: "is ready on" in pool.log() or "ended with" in pool.log(), 30, what="it has loaded")
+    await rig.valkey.start()
+
+    async def serves() -> bool:
+        return await workers() == [(worker, "ready", 0)]
+
+    await eventually(serves, 30, what="the same worker serves")
 
 
 @pytest.mark.parametrize("how", ["stands still", "is gone"])
