@@ -25,6 +25,7 @@ class Busy:
     """A gateway whose only stream always has a frame at hand, so that the core never asks for a ping."""
 
     id, redis, config = "s", None, SimpleNamespace(redis_prefix="sluice:")
+    created_ms = 1000  # as a stream
 
     def __init__(self) -> None:
         self.given = 0
