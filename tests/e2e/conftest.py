@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import skip_or_fail
-from tests.e2e.site import Site
+from tests.e2e.site import Cut, Site
 
 CHROMIUM = "/usr/bin/chromium"
 FLAGS = [
@@ -31,6 +31,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield site.start()
     finally:
         site.close()
+
+
+@pytest.fixture
+def cut(site: Site) -> Iterator[Cut]:
+    """The network between a browser and the site."""
+    cut = Cut(site.port)
+    yield cut
+    cut.close()
 
 
 @pytest.fixture

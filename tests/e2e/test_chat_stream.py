@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -122,13 +122,6 @@ def test_reload_in_mid_answer_resumes_the_same_stream_without_a_gap(page: Any, s
     wait_done(page)
     assert answer_text(page) == text
     assert sum(site.outcomes().values()) == begun + 1
-
-
-@pytest.fixture
-def cut(site: Site) -> Iterator[Cut]:
-    cut = Cut(site.port)
-    yield cut
-    cut.close()
 
 
 def test_lost_network_resumes_without_a_gap(contexts: Callable[..., Any], site: Site, cut: Cut) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,13 +28,6 @@ SETUP = """async ({model, text, resumable}) => {
     }
   })();
 }"""
-
-
-@pytest.fixture
-def cut(site: Site) -> Iterator[Cut]:
-    cut = Cut(site.port)
-    yield cut
-    cut.close()
 
 
 def begin(page: Any, text: str, resumable: bool = False) -> None:
