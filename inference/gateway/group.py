@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inference.gateway.bell import Bell
+from inference.gateway.ended import RequestEnded
 from inference.gateway.stream import RequestStream
 from inference.messages import Frame
 
@@ -24,8 +25,18 @@ class StreamGroup:
         """(index, frames) of every stream that has some; ``[]`` asks for a ping.
 
         A stream leaves the group with its last frame. Raises as
-        :meth:`RequestStream.next`, for the first stream that fails.
+        :meth:`RequestStream.next`, for the first stream that fails. What has ended one
+        ends the others too, as their reader needs all of them.
         """
+        try:
+            return await self._next()
+        except RequestEnded as exc:
+            for stream in self._open.values():
+                if stream.ended is None and stream.outcome is None:
+                    stream.outcome = exc.outcome
+            raise
+
+    async def _next(self) -> list[tuple[int, list[Frame]]]:
         if len(self.streams) == 1 and self._open:
             only = await self.streams[0].next()
             if only and only[-1].finish is not None:

@@ -179,6 +179,15 @@ def at(site: Site, url: str) -> Site:
     return replace(site, url=url)
 
 
+async def ended(site: Site, **labels: str) -> float:
+    """Requests that have ended so, as the metrics of the site's server count them."""
+    async with site.client(site.admin) as client:
+        lines = (await client.get("/metrics")).text.splitlines()
+    wanted = [f'{name}="{value}"' for name, value in labels.items()]
+    counted = [line for line in lines if line.startswith("sluice_requests_total{") and all(w in line for w in wanted)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in counted)
+
+
 def new_key(site: Site) -> str:
     """One more key."""
     return manage(site, "apikey", "create", "brief", "--quiet").strip()

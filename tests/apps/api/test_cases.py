@@ -72,17 +72,9 @@ async def test_oc_01_the_end_is_said_once_and_then_the_response_ends(site: Site,
     assert answer.finish == ["length"]
 
 
-async def failures(site: Site) -> float:
-    """Requests that the engine has failed, as the metrics count them."""
-    async with site.client(site.admin) as client:
-        lines = (await client.get("/metrics")).text.splitlines()
-    counted = [line for line in lines if line.startswith("sluice_requests_total{") and '"engine_error"' in line]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in counted)
-
-
 @pytest.mark.parametrize("way", STREAMS)
 async def test_oc_02_a_failure_in_the_middle_is_an_error_and_never_an_end(site: Site, way: str) -> None:
-    before = await failures(site)
+    before = await live.ended(site, outcome="failed", reason="engine_error")
     healthy = [ask(site, way, say("all is well with this one"), max_tokens=40) for _ in range(3)]
     failed, *others = await asyncio.gather(ask(site, way, "[[error@5]]", max_tokens=40), *healthy)
     assert failed.error is not None
@@ -101,7 +93,7 @@ async def test_oc_02_a_failure_in_the_middle_is_an_error_and_never_an_end(site: 
     await eventually(logged, 10, what="an ERROR line with the request's id")
 
     async def counted() -> bool:
-        return await failures(site) == before + 1
+        return await live.ended(site, outcome="failed", reason="engine_error") == before + 1
 
     await eventually(counted, 10, what="one failure more in the metrics")
 

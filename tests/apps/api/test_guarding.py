@@ -173,29 +173,25 @@ async def test_ws_02_a_stream_that_nobody_reads_is_cancelled(site: Site) -> None
                 f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
             )
             deaf.append(sock)
-        ids = [_request_id(sock) for sock in deaf]
-        async with site.client() as client:
-            for request_id in ids:
+        for sock in deaf:
+            _read_head(sock)
 
-                async def ended(path: str = f"/v1/requests/{request_id}") -> bool:
-                    reply = await client.get(path)
-                    return reply.status_code == 404 or reply.json()["state"] not in ("queued", "running")
+        async def gone() -> bool:
+            return await live.ended(live.at(site, url), outcome="cancelled", reason="client_gone") == len(deaf)
 
-                await eventually(ended, 30)
-            endings = [(await client.get(f"/v1/requests/{request_id}")).json() for request_id in ids]
-        assert {e.get("state") for e in endings} <= {"cancelled", None}, endings
+        await eventually(gone, 60, what="all are counted as cancelled, because their clients had gone")
         assert _memory(server.pid) - before < 60 * 2**20
         for sock in deaf:
             sock.close()
 
 
-def _request_id(sock: socket.socket) -> str:
+def _read_head(sock: socket.socket) -> None:
+    """The head of the answer and no more, as far as that can be told."""
     sock.settimeout(20)
     head = b""
-    while b"x-sluice-request: " not in head.lower() or b"\r\n\r\n" not in head:
+    while b"\r\n\r\n" not in head:
         head += sock.recv(100)
-    lines = head.decode("latin-1").lower().split("\r\n")
-    return next(line.split(": ")[1] for line in lines if line.startswith("x-sluice-request: "))
+    assert head.startswith(b"HTTP/1.1 200")
 
 
 def _memory(pid: int) -> int:
@@ -220,19 +216,17 @@ async def test_ws_02_a_dead_peer_loses_its_generations(site: Site) -> None:
         writer.write(b"\x81" + length + bytes(4) + data)
         heard = b""
         async with asyncio.timeout(30):
-            while b"request_id" not in heard or b'"delta"' not in heard:
+            while b'"delta"' not in heard:
                 heard += await reader.read(1000)
-            request_id = json.loads(heard[heard.index(b"{") : heard.index(b"}") + 1])["request_id"]
             with contextlib.suppress(ConnectionResetError):
                 while await reader.read(65536):  # reads all of it, and never answers a ping
                     pass
         writer.close()
-        async with site.client() as client:
 
-            async def gone() -> bool:
-                return (await client.get(f"/v1/requests/{request_id}")).json().get("state") != "running"
+        async def gone() -> bool:
+            return await live.ended(live.at(site, url), outcome="cancelled", reason="client_gone") == 1
 
-            await eventually(gone, 5)
+        await eventually(gone, 10, what="its generation is counted as cancelled, because the client had gone")
 
 
 async def test_ws_04_a_busy_server_keeps_its_healthy_sockets(site: Site) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.apps.api import live
 from tests.apps.api.asking import CHAT, COMPLETIONS, RESPONSES, STREAMS, WAYS, Answer, ask, body, read
 from tests.apps.api.live import Site, events
+from tests.support import eventually
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -83,6 +85,8 @@ async def test_one_of_several_answers_that_is_cancelled_takes_the_others_with_it
     site: Site, path: str, part: str
 ) -> None:
     asked = body(f"{path} stream", "x", model="slow", n=2, max_tokens=1000, ignore_eos=True)
+    before = await live.ended(site, outcome="cancelled", reason="user")
+    failed = await live.ended(site, outcome="failed")
     async with site.client() as client:
         async with client.stream("POST", path, json=asked) as reply:
             name = reply.headers["x-sluice-request"]
@@ -90,9 +94,12 @@ async def test_one_of_several_answers_that_is_cancelled_takes_the_others_with_it
             raw = (await reply.aread()).decode()
         assert json.loads(events(raw)[-1])["error"]["code"] == "cancelled"
         assert '"finish_reason":"' not in raw
-        for number in range(2):
-            view = (await client.get(f"/v1/requests/{name}-{number}")).json()
-            assert view.get("state") in ("cancelled", None), view
+
+    async def both_ended() -> bool:
+        return await live.ended(site, outcome="cancelled", reason="user") == before + 2
+
+    await eventually(both_ended, 10, what="both are counted as cancelled")
+    assert await live.ended(site, outcome="failed") == failed, "the engine did nothing wrong"
 
 
 # --- streamed and whole -------------------------------------------------------------------
