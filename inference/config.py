@@ -142,9 +142,10 @@ class Config(EnvSettings, frozen=True, kw_only=True):
         )
         self.require_positive(positive.split())
         self.require_not_negative(
-            "cache_tokens context_length default_max_tokens max_tokens_limit resume_grace log_retention "
-            "drain_timeout metrics_port".split()
+            "cache_tokens context_length default_max_tokens max_tokens_limit resume_grace log_retention".split()
         )
+        self.require_not_negative(["metrics_port"])
+        self.require_drain_seconds(["drain_timeout"])
         if self.heartbeat_ttl < 2 * self.heartbeat_interval:
             raise ConfigError(
                 f"SLUICE_HEARTBEAT_TTL ({self.heartbeat_ttl} s) must be at least twice "

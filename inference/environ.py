@@ -14,6 +14,9 @@ from inference.errors import ConfigError
 #: Endings of the names of fields that hold secrets, or addresses with a password in them.
 _SECRET = ("_token", "_url")
 
+MAX_DRAIN_SECONDS = 1800.0
+"""The longest time for ending in good order that can be meant; more was given in milliseconds."""
+
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -72,6 +75,16 @@ class EnvSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in fields:
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{env_name(name)} must not be negative, not {getattr(self, name):g}")
+
+    def require_drain_seconds(self, fields: Iterable[str]) -> None:
+        """Raises ConfigError for the first of ``fields`` that is no time for a drain."""
+        for name in fields:
+            value = getattr(self, name)
+            if not 0 <= value <= MAX_DRAIN_SECONDS:
+                hint = " - is it in milliseconds?" if value > MAX_DRAIN_SECONDS else ""
+                raise ConfigError(
+                    f"{env_name(name)} must be between 0 and {MAX_DRAIN_SECONDS:.0f} seconds, not {value:g}{hint}"
+                )
 
 
 def _convert(field: str, raw: str, hint: Any) -> Any:

@@ -15,8 +15,6 @@ from inference.errors import ConfigError
 MEBIBYTE = 1024 * 1024
 #: Time that the last phase of a drain may take, seconds.
 ENDING_SECONDS = 5.0
-#: Above this, somebody wrote milliseconds.
-MAX_DRAIN_SECONDS = 1800.0
 
 
 class ServerConfig(EnvSettings, frozen=True, kw_only=True):
@@ -98,15 +96,9 @@ class ServerConfig(EnvSettings, frozen=True, kw_only=True):
     log_format: Literal["text", "json"] = "text"
 
     def __post_init__(self) -> None:
-        for name in ("pre_drain", "drain_deadline", "termination_grace"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not 0 <= value <= MAX_DRAIN_SECONDS:
-                hint = " - is it in milliseconds?" if value > MAX_DRAIN_SECONDS else ""
-                raise ConfigError(
-                    f"{env_name(name)} must be between 0 and {MAX_DRAIN_SECONDS:.0f} seconds, not {value:g}{hint}"
-                )
+        self.require_drain_seconds(["pre_drain", "drain_deadline"])
+        if self.termination_grace is not None:
+            self.require_drain_seconds(["termination_grace"])
         positive = (
             "processes max_body_bytes max_header_bytes max_headers read_timeout idle_timeout max_connections "
             "high_water_bytes send_timeout dead_peer_timeout ws_ping_interval ws_ping_timeout "

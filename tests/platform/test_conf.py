@@ -50,6 +50,8 @@ def test_bad_values_name_the_setting(name: str, value: str, words: str) -> None:
         ("QUEUE_TIMEOUT", "0", "greater than 0"),
         ("HISTORY_SIZE", "0", "greater than 0"),
         ("LOG_RETENTION", "-1", "not be negative"),
+        ("DRAIN_TIMEOUT", "-1", "between 0 and 1800"),
+        ("DRAIN_TIMEOUT", "30000", "milliseconds"),
         ("MAX_RUNNING", "1.5", "whole number"),
         ("DTYPE", "int4", "auto, float32"),
     ],
