@@ -155,7 +155,7 @@ class Generation:
                 return out
 
     def _feed(self, index: int, frame: Frame) -> Delta | None:
-        if self.first_token is None and frame.ids:
+        if self.first_token is None and (frame.text or frame.finish):
             self.first_token = time.monotonic()
         delta = self.choices[index].feed(frame)
         if delta is not None and delta.finish == "tool_calls":

@@ -60,7 +60,7 @@ class RequestStream:
         self._last_token = 0.0
         self.began = time.monotonic()
         self.first_token = 0.0
-        """``time.monotonic()`` of the first token, 0 without one."""
+        """``time.monotonic()`` of the first token that shows (where none does, of the last one), 0 before."""
         self._waiting_since = 0.0
         """``time.monotonic()`` since when something waits for the reader or its client; 0 where nothing does."""
         self.finish: str | None = None
@@ -267,9 +267,10 @@ class RequestStream:
         self._received = frame.seq
         self.phase = "running"
         count = len(frame.ids)
+        if not self.first_token and (frame.text or frame.finish) and (count or self.tokens):
+            self.first_token = now
         if not count:
             return
-        self.first_token = self.first_token or now
         if self._attached and logged:
             # Another reader has had these, and measured them.
             now = 0.0

@@ -37,11 +37,25 @@ def _ms(seconds: float) -> int:
 
 
 class Append:
-    """One frame on its way into the log; ``server`` is where the worker believes it is read."""
+    """One frame on its way into the log.
 
-    __slots__ = ("attempt", "finish", "frame", "id", "seq", "server", "tokens")
+    ``server`` is where the worker believes it is read; ``shown`` is false as long as all the tokens
+    of an answer are held back, so that its reader has seen none yet.
+    """
 
-    def __init__(self, id: str, attempt: int, seq: int, frame: bytes, tokens: int, finish: str, server: str) -> None:
+    __slots__ = ("attempt", "finish", "frame", "id", "seq", "server", "shown", "tokens")
+
+    def __init__(
+        self,
+        id: str,
+        attempt: int,
+        seq: int,
+        frame: bytes,
+        tokens: int,
+        finish: str,
+        server: str,
+        shown: bool = True,
+    ) -> None:
         self.id = id
         self.attempt = attempt
         self.seq = seq
@@ -49,6 +63,7 @@ class Append:
         self.tokens = tokens
         self.finish = finish
         self.server = server
+        self.shown = shown
 
 
 class RequestStore:
@@ -232,7 +247,7 @@ class RequestStore:
         names = [key for f in frames for key in (self.keys.request(f.id), self.keys.log(f.id))]
         args: list[Any] = [worker, self.keys.prefix, len(frames)]
         for f in frames:
-            args += (f.id, f.attempt, f.seq, f.frame, f.tokens, f.finish, f.server)
+            args += (f.id, f.attempt, f.seq, f.frame, f.tokens, f.finish, f.server, int(f.shown))
         for server, payload in payloads:
             args += (server, payload)
         odd = await self.redis.script(APPEND, names, args)

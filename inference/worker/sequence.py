@@ -33,6 +33,7 @@ class Sequence:
         self.seq = len(frames)
         self.tokens = len(self.resumed)
         self.logged_finish = frames[-1].finish if frames else None
+        self._shown = any(f.text for f in frames)
         self._text = TextStream(
             tokenizer,
             job.params.stop,
@@ -75,7 +76,19 @@ class Sequence:
         self.tokens += len(frame.ids)
         self.finish = frame.finish
         self.finished = frame.finish is not None
-        return Append(self.id, self.attempt, frame.seq, encode(frame), self.tokens, frame.finish or "", self.server)
+        # Time to first token is what a reader waits: tokens that are held back (they may be the beginning of a
+        # stop string) are not there yet. An answer without any text is there when it ends.
+        self._shown = self._shown or bool(frame.text) or self.finished
+        return Append(
+            self.id,
+            self.attempt,
+            frame.seq,
+            encode(frame),
+            self.tokens,
+            frame.finish or "",
+            self.server,
+            self._shown,
+        )
 
 
 def raw(frame: bytes) -> msgspec.Raw:

@@ -30,6 +30,34 @@ async def test_a_stream_ends_and_leaves_nothing(deploy: Deploy) -> None:
     assert 0 < ending.created_ms <= ending.claimed_ms <= ending.first_token_ms <= ending.ended_ms
 
 
+async def test_st_03_the_first_token_is_the_first_that_shows(deploy: Deploy) -> None:
+    """The stop text may be meant until its last letter is another one; the tokens before it are held back."""
+    deployment = deploy(models="scripted=scripted:say=1,rate=50")
+    gateway, _ = await deployment.both()
+    async with gateway.request(spec(12, prompt="[[say:aaaaaaaaaaab]]", stop=["a" * 12])) as stream:
+        seen: list[tuple[bool, bool]] = []
+        while not stream.finish:
+            frames = await stream.next()
+            seen.append((any(f.text for f in frames), stream.first_token > 0))
+    assert seen[-1] == (True, True)
+    assert all(shows == counted for shows, counted in seen)
+    await deployment.clean(gateway)
+    (ending,) = deployment.endings
+    assert ending.first_token_ms == ending.last_token_ms > 0
+
+
+async def test_an_answer_without_text_has_its_first_token_when_it_ends(deploy: Deploy) -> None:
+    deployment = deploy(models="scripted=scripted:say=1,rate=50")
+    gateway, _ = await deployment.both()
+    async with gateway.request(spec(12, prompt="[[say:stop it]]", stop=["stop"])) as stream:
+        frames = await read(stream)
+    assert "".join(f.text for f in frames) == ""
+    assert stream.first_token > 0
+    await deployment.clean(gateway)
+    (ending,) = deployment.endings
+    assert ending.first_token_ms == ending.last_token_ms > 0
+
+
 async def test_a_reader_that_leaves_early_cancels(deploy: Deploy) -> None:
     deployment = deploy()
     gateway, _ = await deployment.both()

@@ -158,9 +158,11 @@ async def add(store: RequestStore, *, server: str = "s1", max_tokens: int = 8, *
     return submission.job.id
 
 
-def frame(seq: int, request_id: str, *, attempt: int = 1, finish: str = "", server: str = "s1") -> Append:
-    data = encode(Frame(seq, [seq], f"t{seq}", finish or None))
-    return Append(request_id, attempt, seq, data, seq, finish, server)
+def frame(
+    seq: int, request_id: str, *, attempt: int = 1, finish: str = "", server: str = "s1", shown: bool = True
+) -> Append:
+    data = encode(Frame(seq, [seq], f"t{seq}" if shown else "", finish or None))
+    return Append(request_id, attempt, seq, data, seq, finish, server, shown)
 
 
 async def alive(store: RequestStore, kind: str, name: str) -> None:
@@ -284,6 +286,27 @@ async def test_append_takes_each_frame_once_and_in_order(make: Make) -> None:
     log = [decode_frame(f).seq for f in await store.read_log(request_id, 0, 100)]
     assert log == [1, 2]
     assert await store.redis.call("HGET", store.keys.request(request_id), "tokens") == b"2"
+
+
+async def test_the_first_token_is_the_first_that_shows(make: Make) -> None:
+    store = make()
+    views = StoreViews(store.redis, store.keys)
+    request_id = await add(store)
+    await store.claim("scripted", "w1", 1)
+
+    async def first_and_last() -> tuple[int, int]:
+        view = await views.view(request_id)
+        assert view is not None
+        return view.first_token_ms, view.last_token_ms
+
+    await store.append("w1", [frame(1, request_id, shown=False), frame(2, request_id, shown=False)], [])
+    first, last = await first_and_last()
+    assert (first, last > 0) == (0, True)
+    await store.append("w1", [frame(3, request_id, shown=False), frame(4, request_id)], [])
+    first, last = await first_and_last()
+    assert first == last > 0
+    await store.append("w1", [frame(5, request_id)], [])
+    assert (await first_and_last())[0] == first
 
 
 async def test_append_is_fenced_by_worker_and_attempt(make: Make) -> None:

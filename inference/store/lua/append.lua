@@ -8,7 +8,7 @@
 -- KEYS 2i-1 req:{id}  hash, read; tokens, first, last, finish set
 --      2i   log:{id}  list, entry added; ends with its request
 -- ARGV 1 worker  2 key prefix  3 number of frames n, then for each frame:
---      id, attempt, seq, frame, tokens so far, finish or '', server it is meant for
+--      id, attempt, seq, frame, tokens so far, finish or '', server it is meant for, 1 once text has been shown
 --      and after the frames pairs of server, payload
 -- Reply a flat list of exceptions: index (from 0), 'stale' | 'gap' | 'moved' | 'detached', new server.
 --      A payload is published only where all its frames were taken.
@@ -20,8 +20,9 @@ local hold = {}
 -- A step that waited brings several frames of one request: its record is read, and counted in, once.
 local records = {}
 local counts = {}
+local shown = {}
 for i = 1, n do
-  local a = 4 + (i - 1) * 7
+  local a = 4 + (i - 1) * 8
   local req, log = KEYS[2 * i - 1], KEYS[2 * i]
   local rec = records[req]
   if not rec then
@@ -40,7 +41,10 @@ for i = 1, n do
       hold[ARGV[a + 6]] = true
     elseif len == seq then
       -- not a frame that only says how it ended: it has no token
-      if ARGV[a + 4] ~= '0' then counts[req] = ARGV[a + 4] end
+      if ARGV[a + 4] ~= '0' then
+        counts[req] = ARGV[a + 4]
+        shown[req] = shown[req] or ARGV[a + 7] == '1'
+      end
       if ARGV[a + 5] ~= '' then
         redis.call('HSET', req, 'finish', ARGV[a + 5])
         redis.call('SREM', ARGV[2] .. 'of:worker:' .. ARGV[1], ARGV[a])
@@ -56,13 +60,13 @@ for i = 1, n do
   end
 end
 for req, tokens in pairs(counts) do
-  if records[req][4] then
+  if records[req][4] or not shown[req] then
     redis.call('HSET', req, 'tokens', tokens, 'last', now)
   else
     redis.call('HSET', req, 'tokens', tokens, 'last', now, 'first', now)
   end
 end
-for i = 4 + n * 7, #ARGV, 2 do
+for i = 4 + n * 8, #ARGV, 2 do
   if not hold[ARGV[i]] then
     redis.call('PUBLISH', ARGV[2] .. 'to:server:' .. ARGV[i], ARGV[i + 1])
   end
