@@ -90,7 +90,7 @@ class Recording:
 
     @property
     def ttft_ms(self) -> int | None:
-        """From the send to the first token, milliseconds."""
+        """From the send to the first token that shows, milliseconds."""
         if self._resumed or self._first is None:
             return self._known_ttft
         return round((self._first - self._started) * 1000)
@@ -114,7 +114,7 @@ class Recording:
                 self.finish = frame.finish
                 self.error = frame.error or ""
         if frames:
-            if self._first is None:
+            if self._first is None and any(frame.text or frame.finish for frame in frames):
                 self._first, self._first_tokens = now, self.tokens
             self._last = now
             self.position = None

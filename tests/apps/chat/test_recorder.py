@@ -162,3 +162,11 @@ async def test_a_generation_whose_answer_is_deleted_is_stopped(
             while not recording.over:
                 await recording.wait_change(recording.version)
         assert await gateway.views.count() == 0
+
+
+async def test_st_03_the_first_token_is_the_first_that_shows() -> None:
+    recording = Recording(uuid.uuid4(), uuid.uuid4(), 1, "what is continued")
+    recording.take([Frame(1, [1], "")])
+    assert recording.ttft_ms is None
+    recording.take([Frame(2, [2], "more")])
+    assert recording.ttft_ms is not None
