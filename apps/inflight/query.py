@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,7 @@ SORTS: dict[str, Callable[[RequestView], Any]] = {
     "prompt": lambda v: v.prompt_tokens,
     "generated": lambda v: v.generated_tokens,
     "deadline": lambda v: v.deadline_ms,
+    "waited": lambda v: (v.claimed_ms or time.time() * 1000) - v.created_ms,
     # What has not had a token yet comes after all that have.
     "ttft": lambda v: v.first_token_ms - v.created_ms if v.first_token_ms else math.inf,
     "last": lambda v: -v.last_token_ms if v.last_token_ms else math.inf,

@@ -19,7 +19,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("owner", "Owner", "owner"),
     ("model", "Model", "model"),
     ("age", "Age", "age"),
-    ("waited", "In queue", ""),
+    ("waited", "In queue", "waited"),
     ("ttft", "TTFT", "ttft"),
     ("prompt", "Tokens in", "prompt"),
     ("generated", "Tokens out", "generated"),

@@ -74,6 +74,8 @@ def test_order_is_stable_and_newest_first_among_equals() -> None:
     for sort, wanted in (("last", ["young", "old", "waits"]), ("ttft", ["old", "young", "waits"])):
         assert [v.id for v in parse(f"sort={sort}").select([waits, old, young], 0)] == wanted
         assert [v.id for v in parse(f"sort=-{sort}").select([waits, old, young], 0)] == wanted[::-1]
+    claimed, still = view("claimed", claimed_ms=9000), view("still", claimed_ms=0)
+    assert [v.id for v in parse("sort=-waited").select([old, claimed, still], 0)] == ["still", "claimed", "old"]
     for sort in SORTS:
         assert len(parse(f"sort={sort}").select([*views, view("q", phase="queued", position=None)], 0)) == 7
 
