@@ -264,6 +264,8 @@ class PoolBeat(msgspec.Struct, frozen=True):
     version: str
     draining: bool = False
     broken: bool = False
+    retired: int = 0
+    """Places whose worker an operator has drained: empty as long as the pool lives."""
 
 
 class ServerBeat(msgspec.Struct, frozen=True):

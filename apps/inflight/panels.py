@@ -14,8 +14,9 @@ import msgspec
 from apps.inflight.charts import charts
 from apps.inflight.roster import Source
 from apps.inflight.rows import amount, duration, request_url
+from inference.gateway import is_coming
 from inference.lifecycle import REASONS
-from inference.messages import Ending, Job, ServerBeat, WorkerBeat
+from inference.messages import Ending, Job, PoolBeat, ServerBeat, WorkerBeat
 from inference.store import RequestView
 from inference.store.records import all_parameters, claims_from, described
 from inference.store.series import Sample
@@ -40,7 +41,28 @@ async def processes(gateway: Source) -> dict[str, Any]:
         "workers": [{**_worker(w, now_ms), **_heard(ages, w.id)} for w in workers],
         "servers": [{**_server(s, now_ms), **_heard(server_ages, s.id)} for s in servers],
         "pools": [{"beat": p, "uptime": duration(now_ms - p.started_ms), **_heard(pool_ages, p.id)} for p in pools],
+        "unserved": unserved(gateway.aliases, workers, pools),
     }
+
+
+def unserved(aliases: Sequence[str], workers: list[WorkerBeat], pools: list[PoolBeat]) -> list[str]:
+    """What becomes of requests for models that no worker is ready for, and how to get one."""
+    ready = {m.alias for w in workers if w.state == "ready" for m in w.models}
+    missing = [alias for alias in aliases if alias not in ready]
+    coming = [alias for alias in missing if is_coming(alias, workers, pools)]
+    refused = [alias for alias in missing if alias not in coming]
+    told = []
+    if coming:
+        told.append(f"Requests for {', '.join(coming)} wait in the queue: a worker for them is being started.")
+    if refused:
+        paused = {m.alias for w in workers if w.state == "quiet" for m in w.models}.intersection(refused)
+        stays = "; the place of a drained worker stays empty until its own pool is started again"
+        told.append(
+            f"Requests for {', '.join(refused)} are refused with 503 (model_unavailable): no worker is ready for them, "
+            f"and none is being started. {'Resume a quiet worker, or start' if paused else 'Start'} a pool "
+            f"(manage.py runworker){stays if any(p.retired for p in pools) else ''}."
+        )
+    return told
 
 
 def _heard(ages: dict[str, float], owner: str) -> dict[str, Any]:
@@ -232,6 +254,7 @@ async def health(gateway: Any, run: bool) -> dict[str, Any]:
     if run or not runs:
         await gateway.audit()
         runs = await gateway.audits()
+    workers, pools = await asyncio.gather(gateway.workers(), gateway.pools())
     started = time.monotonic()
     await gateway.now_ms()
     latency = (time.monotonic() - started) * 1000
@@ -239,6 +262,7 @@ async def health(gateway: Any, run: bool) -> dict[str, Any]:
         "audits": [{"run": r, "at": _clock(r.report.checked_ms), "took": duration(r.took_ms)} for r in runs],
         "latency": f"{latency:.1f} ms",
         "latency_slow": latency > 50,
+        "unserved": unserved(gateway.aliases, workers, pools),
         **await _redis(gateway),
     }
 

@@ -96,12 +96,7 @@ class Presence:
         return served
 
     def coming(self, alias: str) -> bool:
-        """Whether a pool is bringing up a worker for the alias (one that keeps failing does not count)."""
-        broken = {p.id for p in self.pools if p.broken}
-        return any(alias in p.models and p.starting and not p.draining and not p.broken for p in self.pools) or any(
-            w.state == "starting" and w.pool not in broken and alias in (m.alias for m in w.models)
-            for w in self.workers
-        )
+        return is_coming(alias, self.workers, self.pools)
 
     def unserved_for(self, alias: str) -> float:
         """Seconds for which no worker has had the alias, quiet or draining ones included, and none was coming."""
@@ -119,3 +114,11 @@ class Presence:
             if any(m.alias == alias for m in worker.models) and worker.stats.step_seconds > 0:
                 rate += worker.stats.generated_tokens / worker.stats.step_seconds
         return rate
+
+
+def is_coming(alias: str, workers: list[WorkerBeat], pools: list[PoolBeat]) -> bool:
+    """Whether a pool is bringing up a worker for the alias (one that keeps failing does not count)."""
+    broken = {p.id for p in pools if p.broken}
+    return any(alias in p.models and p.starting and not p.draining and not p.broken for p in pools) or any(
+        w.state == "starting" and w.pool not in broken and alias in (m.alias for m in w.models) for w in workers
+    )

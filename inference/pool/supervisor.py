@@ -240,6 +240,7 @@ class Supervisor:
             version=VERSION,
             draining=self._draining,
             broken=self._failures >= _BREAKER,
+            retired=self._retired,
         )
         await asyncio.gather(
             self.redis.call("SET", k.pool_beat(self.id), encode(beat), "PX", round(self.config.heartbeat_ttl * 1000)),

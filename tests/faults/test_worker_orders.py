@@ -111,6 +111,8 @@ async def test_a_drained_worker_is_not_replaced(rig: Rig) -> None:
     assert (await (await Call.begin(rig, server, "sse-generate", 5)).finish()).done
     await tell(rig, second, "drain")
     await eventually(left, what="none is left, and none is coming")
+    (beat,) = await rig.views.pools()
+    assert beat.retired == 2
 
     async def unserved() -> bool:
         exchange = await server.post("/v1/completions", {"model": "scripted", "prompt": "x", "max_tokens": 5})

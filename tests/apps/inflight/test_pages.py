@@ -249,8 +249,33 @@ async def test_workers_servers_and_pools(bench: Bench, boss: AsyncClient) -> Non
         "broken",
     ):
         assert word in page, word
+
+
+async def test_what_becomes_of_requests_that_no_worker_is_ready_for(bench: Bench, boss: AsyncClient) -> None:
+    refused, waits = "Requests for scripted are refused with 503 (model_unavailable)", "Requests for scripted wait"
+    await bench.pool()
+    for url in (WORKERS, HEALTH):
+        assert "Requests for" not in await text(boss, url)
+    await bench.beat(state="quiet")
+    for url in (WORKERS, HEALTH):
+        page = await text(boss, url)
+        assert refused in page and "Resume a quiet worker, or start a pool" in page and "drained worker" not in page, (
+            url
+        )
     await bench.store.redis.call("DEL", bench.store.keys.worker_beat(WORKER))
-    assert "No worker is alive" in await text(boss, WORKERS)
+    await bench.pool(workers=[], retired=1)
+    for url in (WORKERS, HEALTH):
+        page = await text(boss, url)
+        assert refused in page and "Start a pool (manage.py runworker)" in page and waits not in page, url
+        assert "the place of a drained worker stays empty until its own pool is started again" in page, url
+    page = await text(boss, WORKERS)
+    assert "No worker is alive" in page and "running, 1 place empty since a drain" in page
+    await bench.pool(workers=[], starting=["w-new"])
+    for url in (WORKERS, HEALTH):
+        page = await text(boss, url)
+        assert waits in page and refused not in page, url
+    await bench.pool(workers=[], starting=["w-new"], broken=True)
+    assert refused in await text(boss, WORKERS)
 
 
 async def test_endings_with_counts(bench: Bench, boss: AsyncClient) -> None:
