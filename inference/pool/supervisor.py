@@ -145,10 +145,11 @@ class Supervisor:
             self.restarts += 1
             await self._tell()
             backoff = _FIRST_BACKOFF if stable or status == 0 else backoff
-            logger.error(
-                "worker %s on %s ended with status %d; starting another in %.1f s",
-                child.id, child.device, status, backoff,
-                extra={"event": "worker_died", "worker": child.id, "status": status},
+            logger.log(
+                logging.ERROR if status else logging.INFO,
+                "worker %s on %s ended %s; starting another in %.1f s",
+                child.id, child.device, f"with status {status}" if status else "as it was told", backoff,
+                extra={"event": "worker_died" if status else "worker_ended", "worker": child.id, "status": status},
             )  # fmt: skip
             await self._pause(backoff)
             backoff = min(backoff * 2, _LAST_BACKOFF)

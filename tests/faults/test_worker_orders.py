@@ -67,7 +67,7 @@ async def test_restart_does_not_wait_for_what_runs(
 ) -> None:
     """It waited for the drain timeout, half a minute: it was told to drain, and no more."""
     rig: Rig = await make_rig(SLUICE_DRAIN_TIMEOUT=600)
-    _, server = await asyncio.gather(rig.pool(2), rig.server())
+    pool, server = await asyncio.gather(rig.pool(2), rig.server())
     whole = await undisturbed(rig, server, 400, "again")
     call = await Call.begin(rig, server, "sse-generate", 400, prompt="again")
     reading = call.reading()
@@ -89,6 +89,7 @@ async def test_restart_does_not_wait_for_what_runs(
     await eventually(replaced, 30, what="another one serves in its place")
     assert (await asyncio.wait_for(reading, 60)).text == whole
     assert sum(w.restarts for w in await rig.views.workers()) == 1
+    assert f"worker {old} on cpu ended as it was told" in pool.log() and "ERROR" not in pool.log()
 
 
 async def test_a_drained_worker_is_not_replaced(rig: Rig) -> None:
