@@ -29,9 +29,9 @@ SORTS: dict[str, Callable[[RequestView], Any]] = {
     "attempt": lambda v: v.attempt,
     "prompt": lambda v: v.prompt_tokens,
     "generated": lambda v: v.generated_tokens,
-    "deadline": lambda v: v.deadline_ms,
+    "deadline": lambda v: v.deadline_ms or math.inf,
     "waited": lambda v: (v.claimed_ms or time.time() * 1000) - v.created_ms,
-    # What has not had a token yet comes after all that have.
+    # Infinity: no value yet.
     "ttft": lambda v: v.first_token_ms - v.created_ms if v.first_token_ms else math.inf,
     "last": lambda v: -v.last_token_ms if v.last_token_ms else math.inf,
 }
@@ -109,7 +109,9 @@ class Query:
         """Those that match, in order; equal ones newest first, so that rows do not jump about."""
         found = [v for v in views if self.matches(v, now_ms)]
         found.sort(key=lambda v: (v.created_ms, v.id), reverse=True)  # as Redis orders its index
-        found.sort(key=SORTS[self.sort.removeprefix("-")], reverse=self.sort.startswith("-"))
+        column = SORTS[self.sort.removeprefix("-")]
+        found.sort(key=column, reverse=self.sort.startswith("-"))
+        found.sort(key=lambda v: column(v) in (math.inf, ""))  # what has no value is last in both directions
         return found
 
     def with_sort(self, column: str) -> Query:

@@ -70,10 +70,13 @@ def test_order_is_stable_and_newest_first_among_equals() -> None:
     assert [v.id for v in parse("sort=-generated").select(views, 0)] == ["5", "3", "1", "4", "2", "0"]
     assert [v.id for v in Query().select(views, 0)] == ["5", "4", "3", "2", "1", "0"], "age ascending: newest first"
     young, old = view("young", last_token_ms=9000, first_token_ms=8000), view("old", last_token_ms=7000)
-    waits = view("waits", first_token_ms=0, last_token_ms=0)
+    waits = view("waits", first_token_ms=0, last_token_ms=0, worker="", deadline_ms=0)
     for sort, wanted in (("last", ["young", "old", "waits"]), ("ttft", ["old", "young", "waits"])):
         assert [v.id for v in parse(f"sort={sort}").select([waits, old, young], 0)] == wanted
-        assert [v.id for v in parse(f"sort=-{sort}").select([waits, old, young], 0)] == wanted[::-1]
+        assert [v.id for v in parse(f"sort=-{sort}").select([waits, old, young], 0)] == [*wanted[1::-1], "waits"]
+    for sort in ("worker", "deadline"):
+        for way in ("", "-"):
+            assert [v.id for v in parse(f"sort={way}{sort}").select([waits, old], 0)] == ["old", "waits"]
     claimed, still = view("claimed", claimed_ms=9000), view("still", claimed_ms=0)
     assert [v.id for v in parse("sort=-waited").select([old, claimed, still], 0)] == ["still", "claimed", "old"]
     for sort in SORTS:
