@@ -170,7 +170,7 @@ class InflightAdmin(admin.ModelAdmin):
         return self.page(
             request, "workers", "Workers and servers",
             may_drain=request.user.has_perm("inflight.drain_server"),  # type: ignore[union-attr]
-            verbs=services.WORKER_VERBS, **tables,
+            **tables,
         )  # fmt: skip
 
     @guarded("inflight.drain_server")

@@ -14,6 +14,7 @@ import msgspec
 from apps.inflight.charts import charts
 from apps.inflight.roster import Source
 from apps.inflight.rows import amount, duration, request_url
+from apps.inflight.services import server_orders, worker_orders
 from inference.gateway import is_coming
 from inference.lifecycle import REASONS
 from inference.messages import Ending, Job, PoolBeat, ServerBeat, WorkerBeat
@@ -76,6 +77,7 @@ def _worker(beat: WorkerBeat, now_ms: int) -> dict[str, Any]:
     used = 100 * stats.blocks_used / stats.blocks_total if stats.blocks_total else 0
     return {
         "beat": beat,
+        "orders": worker_orders(beat),
         "models": ", ".join(m.alias for m in beat.models) or "-",
         "load": f"{stats.running} of {stats.slots}, {stats.waiting} waiting",
         "cache": f"{stats.blocks_used} of {stats.blocks_total} ({used:.0f} %)" if stats.blocks_total else "-",
@@ -106,6 +108,7 @@ def _server(beat: ServerBeat, now_ms: int) -> dict[str, Any]:
     left = beat.drain_left_seconds
     return {
         "beat": beat,
+        "orders": server_orders(beat),
         "exchanges": sorted(beat.exchanges.items()),
         "blocked": len(beat.blocked),
         "lag": f"{beat.loop_lag_seconds * 1000:.0f} ms",

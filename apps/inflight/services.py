@@ -15,7 +15,7 @@ from django.core.exceptions import PermissionDenied, SuspiciousOperation
 from apps.inflight.models import InflightRequest
 from apps.inflight.roster import Source, roster
 from inference.lifecycle import Reason
-from inference.messages import decode_frame, decode_job
+from inference.messages import ServerBeat, WorkerBeat, decode_frame, decode_job
 from sluice import runtime
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,21 @@ SERVER_VERBS = {
     "drain": "It takes nothing new and finishes what is open, however long that takes. It does not exit.",
     "undrain": "It accepts again.",
 }
+
+
+def worker_orders(beat: WorkerBeat) -> list[str]:
+    """The orders that do something in the worker's present state; the others it takes, too."""
+    if beat.state == "draining":
+        return ["restart"]  # at once: it waits no longer for what it runs
+    first = {"ready": ["quiet"], "quiet": ["resume"]}
+    return [*first.get(beat.state, []), "drain", "restart"]
+
+
+def server_orders(beat: ServerBeat) -> list[str]:
+    """As :func:`worker_orders`; one that a signal has told to leave has a deadline, and heeds no order."""
+    if beat.state == "serving":
+        return ["drain"]
+    return ["undrain"] if beat.drain_left_seconds is None and beat.state != "ending" else []
 
 
 def explain(kind: str, verb: str) -> str:

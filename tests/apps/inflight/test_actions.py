@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,17 +12,19 @@ from django.contrib.admin.models import LogEntry
 from django.core.exceptions import PermissionDenied
 from django.test import AsyncClient
 from django.urls import reverse
+from msgspec import structs
 
 from apps.inflight import services
 from inference.errors import StoreUnavailable
 from inference.lifecycle import Reason
-from inference.messages import Frame, WorkerCommand, decode_worker_message, encode
+from inference.messages import Frame, ServerBeat, WorkerCommand, decode_worker_message, encode
 from inference.store.store import Append
 from sluice import runtime
 from tests.apps.inflight.conftest import SERVER, WORKER, Bench
 
 CANCEL = reverse("admin:inflight_inflightrequest_cancel")
 COMMAND = reverse("admin:inflight_inflightrequest_command")
+WORKERS = reverse("admin:inflight_inflightrequest_workers")
 
 
 async def alive(bench: Bench) -> list[str]:
@@ -166,6 +169,22 @@ async def test_orders_to_workers_and_servers(bench: Bench, boss: AsyncClient, re
         assert (await boss.post(COMMAND, {**data, **bad, "confirmed": "yes"})).status_code == 400
     gone = await boss.post(COMMAND, {**data, "target": "w-nobody", "confirmed": "yes"})
     assert "is there to hear it" in await messages_of(boss, gone)
+
+
+async def test_orders_that_are_offered_are_those_that_do_something(bench: Bench, boss: AsyncClient) -> None:
+    wanted: dict[Any, str] = {
+        "ready": "quiet drain restart", "quiet": "resume drain restart", "draining": "restart",
+        "starting": "drain restart",
+    }  # fmt: skip
+    for state, orders in wanted.items():
+        await bench.beat(state=state)
+        page = (await boss.get(WORKERS)).content.decode()
+        assert re.findall(rf'aria-label="(\w+) worker {WORKER}"', page) == orders.split(), state
+    assert re.findall(rf'aria-label="(\w+) server {SERVER}"', page) == ["drain"]
+    server = ServerBeat(SERVER, "host", 5, "finishing", {}, 0, 0, 1, "1")
+    assert services.server_orders(server) == ["undrain"]
+    assert services.server_orders(structs.replace(server, drain_left_seconds=9.0)) == [], "a signal told it to leave"
+    assert services.server_orders(structs.replace(server, state="ending")) == []
 
 
 def text_url(request_id: str) -> str:
