@@ -39,6 +39,12 @@ def test_other_mistakes_read_the_same() -> None:
     assert run("inflight", REDIS_URL=NOBODY, SLUICE_REDIS_TIMEOUT="soon")[2].startswith("error: SLUICE_REDIS_TIMEOUT")
     both = run("drain", "--all", "s-1", "s-2", REDIS_URL=NOBODY)  # the names used to be ignored
     assert both == (1, "", "error: --all is every server; leave it out to mean s-1 s-2\n")
+    undo = run("drain", "--undo", REDIS_URL=NOBODY)  # listed the servers
+    assert undo[0] == 1 and undo[2].startswith("error: --undo needs to know for whom")
+    for value in ("nan", "inf", "-1", "2.5", "warm"):  # before it asks for a key
+        status, _, err = run("chat", "--temperature", value, SLUICE_API_KEY="")
+        assert status == 2 and "--temperature: it is a number from 0 to 2" in err, value
+    assert "Give an API key" in run("chat", "--temperature", "2", SLUICE_API_KEY="")[2]
     status, _, err = run("inflight", "--traceback", REDIS_URL="")
     assert status == 1 and "Traceback" in err
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from typing import Any
 
 import httpx
@@ -33,7 +33,7 @@ class Command(SluiceCommand):
         parser.add_argument("--model", help="alias of a model (default: the first)")
         parser.add_argument("--system", default="", help="system message")
         parser.add_argument(
-            "--temperature", type=float, help=f"default: what the model's makers suggest, else {TEMPERATURE}"
+            "--temperature", type=_temperature, help=f"default: what the model's makers suggest, else {TEMPERATURE}"
         )
         parser.add_argument("--max-tokens", type=int)
 
@@ -67,3 +67,13 @@ class Command(SluiceCommand):
             raise CommandError(f"{options['url']!r} is no address of a server: {exc}.") from exc
         except TerminalError as exc:
             raise CommandError(str(exc)) from exc
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 2:  # not a number is in no range
+        raise ArgumentTypeError("it is a number from 0 to 2")
+    return value

@@ -33,6 +33,10 @@ class Command(SluiceCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         if options["all"] and options["servers"]:
             raise CommandError(f"--all is every server; leave it out to mean {' '.join(options['servers'])}")
+        if options["undo"] and not (options["all"] or options["servers"]):
+            raise CommandError(
+                "--undo needs to know for whom: name servers (manage.py drain lists them), or give --all"
+            )
         config = Config.from_env()
         if not config.redis_url:
             raise CommandError(NO_REDIS)
