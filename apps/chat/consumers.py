@@ -90,7 +90,6 @@ class ChatConsumer(StreamingWebSocketConsumer):
     def __init__(self) -> None:
         super().__init__()
         self._watched: dict[str, Recording] = {}
-        self._left: list[Recording] = []
         self._page = ""
 
     async def on_open(self) -> None:
@@ -139,7 +138,8 @@ class ChatConsumer(StreamingWebSocketConsumer):
 
     async def on_close(self, code: int) -> None:
         news.leave(self._page)
-        for recording in self._left:
+        # How the socket closed decides how long its answers are kept going.
+        for recording in set(self._watched.values()):
             _unwatch(recording, self, lost=code not in GOODBYE)
 
     async def _still_signed_in(self, ref: str | None) -> bool:
@@ -172,9 +172,11 @@ class ChatConsumer(StreamingWebSocketConsumer):
             recording = keeper.join(turn.answer, self._caller())
         else:
             recording = keeper.start(turn, self._caller())
+        # First, since the page may have gone: an answer is stopped only once its last watcher has left.
+        self._see(ref, recording)
+        news.tell(self.principal.user_id, str(turn.conversation.id), str(turn.answer.id), but=self._page)
         await self.send_json({"type": "accepted", "id": ref, **payload})
         await self._stream(ref, recording, turn.answer)
-        news.tell(self.principal.user_id, str(turn.conversation.id), str(turn.answer.id), but=self._page)
 
     def _start_turn(self, ref: str, body: dict[str, Any]) -> tuple[Turn, dict[str, Any]]:
         user = get_user_model().objects.get(pk=self.principal.user_id)
@@ -194,6 +196,7 @@ class ChatConsumer(StreamingWebSocketConsumer):
         user = await get_user_model().objects.aget(pk=self.principal.user_id)
         message = await database_sync_to_async(services.get_message)(user, body.get("message"))
         recording = keeper.join(message, self._caller())
+        self._see(ref, recording)
         await self._stream(ref, recording, message)
         if recording is not None:
             await database_sync_to_async(writing.unhold)(message.id)
@@ -216,26 +219,27 @@ class ChatConsumer(StreamingWebSocketConsumer):
 
     # -- streams -----------------------------------------------------------------------------
 
+    def _see(self, ref: str, recording: Recording | None) -> None:
+        """Become a watcher, until the stream has ended or the socket is closed, whether or not it is ever shown."""
+        if recording is not None:
+            self._watched[ref] = recording
+            recorder().watch(recording, self)
+
     async def _stream(self, ref: str, recording: Recording | None, answer: Any) -> None:
         if recording is None:
             payload = await database_sync_to_async(_stored)(answer)
             await self.send_json({"type": "done", "id": ref, "message": payload})
             return
-        self._watched[ref] = recording
-        recorder().watch(recording, self)
         self.spawn(ref, self._watch(ref, recording))
 
     async def _watch(self, ref: str, recording: Recording) -> None:
         try:
             await self._show(ref, recording)
         finally:
-            del self._watched[ref]
-            if recording not in self._watched.values():
-                # While the socket closes, how it closed decides how long the answer is kept going.
-                if self.open:
+            if self.open:  # else on_close does it, also for streams that were cancelled before they began
+                del self._watched[ref]
+                if recording not in self._watched.values():
                     _unwatch(recording, self, lost=False)
-                else:
-                    self._left.append(recording)
 
     async def _show(self, ref: str, recording: Recording) -> None:
         shown = Shown()
