@@ -173,6 +173,19 @@ def test_settings_and_presets_hold_per_conversation(page: Any) -> None:
     page.wait_for_function("() => ![...document.querySelectorAll('#preset option')].some(o => o.text === 'Brief')")
 
 
+def test_loading_the_page_of_a_new_key_again_makes_no_second_one(contexts: Callable[..., Any], site: Site) -> None:
+    site.add_user("keyholder")
+    page = contexts(site, "keyholder").new_page()
+    page.goto("/accounts/keys/")
+    page.fill("[name=name]", "laptop")
+    page.click("text=Create key")
+    page.wait_for_selector("#secret")
+    page.reload()
+    page.wait_for_selector("table.keys tbody tr")
+    assert page.locator("table.keys tbody tr").count() == 1
+    assert page.locator("#secret").count() == 0
+
+
 def test_going_back_closes_the_settings_of_what_was_left(page: Any) -> None:
     """Left open, they were applied to the other conversation."""
     say(page, "one.", "First")
