@@ -14,6 +14,8 @@ from apps.chat.models import TITLE_LENGTH, Conversation, Message, Preset, deepes
 
 SYSTEM_LIMIT = 20_000
 PRESETS_PER_USER = 50
+BUILT_IN_PRESETS = ("Default", "Precise", "Balanced", "Creative")
+"""Those of the page (``settings.js``); nobody's own has such a name, however it is written."""
 
 
 class ChatError(Exception):
@@ -137,6 +139,8 @@ def save_preset(user: Any, name: Any, settings: Any) -> Preset:
     name = _one_line(name or "", 60)
     if not name:
         raise ChatError("A preset needs a name.")
+    if name.casefold() in (built_in.casefold() for built_in in BUILT_IN_PRESETS):
+        raise ChatError("A built-in preset has this name; choose another one.")
     values = clean_settings(settings)
     preset = Preset.objects.filter(user=user, name=name).first()
     if preset is None and Preset.objects.filter(user=user).count() >= PRESETS_PER_USER:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -336,6 +338,14 @@ def test_presets_are_bounded_and_ones_own(user: Any, eve: Any) -> None:
         services.save_preset(user, f"p{n}", {})
     with pytest.raises(ChatError):
         services.save_preset(user, "one too many", {})
+
+
+def test_no_preset_is_named_as_a_built_in_one(user: Any) -> None:
+    source = Path(services.__file__).with_name("static") / "sluice/js/chat/settings.js"
+    assert tuple(re.findall(r'{ name: "(\w+)"', source.read_text())) == services.BUILT_IN_PRESETS
+    for name in ("Default", " default ", "CREATIVE"):
+        with pytest.raises(ChatError, match="built-in"):
+            services.save_preset(user, name, {})
 
 
 def test_the_page_needs_no_inline_script(user: Any) -> None:

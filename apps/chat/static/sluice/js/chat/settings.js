@@ -3,6 +3,7 @@
 import { call } from "./api.js";
 import { $ } from "./dom.js";
 
+// apps/chat/services.py keeps these names from users' own presets.
 const BUILT_IN = [
   { name: "Default", settings: {} },
   { name: "Precise", settings: { temperature: 0 } },
@@ -51,12 +52,12 @@ export class Settings {
     const select = $("model");
     const chosen = this.values.model ?? this.remembered() ?? this.fallback;
     const options = this.models.map((model) => {
-      const option = new Option(model.ready ? model.alias : `${model.alias} (not running)`, model.alias);
+      const option = new Option(model.ready ? model.alias : `not running: ${model.alias}`, model.alias);
       option.selected = model.alias === chosen;
       return option;
     });
     if (this.values.model && !this.models.some((model) => model.alias === this.values.model)) {
-      options.push(new Option(`${this.values.model} (gone)`, this.values.model, true, true));
+      options.push(new Option(`gone: ${this.values.model}`, this.values.model, true, true));
     }
     if (!options.length) options.push(new Option("No model yet", ""));
     select.replaceChildren(...options);
