@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from django.db.models import F
+
 from apps.chat.live import complete_content
 from apps.chat.models import Conversation, Message, branch
 from apps.chat.turns import is_cut
@@ -29,6 +31,7 @@ def message_json(message: Message, siblings: list[str] | None = None) -> dict[st
         "conversation": str(message.conversation_id),
         "parent": str(message.parent_id) if message.parent_id else None,
         "role": message.role,
+        "ref": message.client_ref,
         "text": message.text,
         "content": complete_content(message.text) if answer and not message.streaming else None,
         "state": message.state,
@@ -55,7 +58,10 @@ def sibling_ids(message: Message) -> list[str]:
 
 def detail_json(conversation: Conversation) -> dict[str, Any]:
     """A conversation with the messages of the shown branch, each with its siblings."""
-    messages = list(conversation.messages.all())
+    # Both by one look: a branch that was begun since the conversation was read would be there, but not shown.
+    messages = list(conversation.messages.annotate(shown=F("conversation__leaf")))
+    if messages:
+        conversation.leaf_id = messages[0].shown
     families: dict[Any, list[str]] = defaultdict(list)
     for message in messages:
         families[message.parent_id].append(str(message.id))

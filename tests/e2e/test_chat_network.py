@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -118,6 +119,45 @@ def test_not_sent_when_the_page_is_loaded_again(contexts: Callable[..., Any], na
         wait_done(page)
         assert page.input_value("#input") == ""
     eventually_sync(lambda: ended(narrow) == before + 2, 10, what="each was generated once")
+
+
+def test_a_page_that_was_made_before_an_edit_came_looks_again(contexts: Callable[..., Any], narrow: Site) -> None:
+    """Loaded again at once after the edit, it showed the branch before for good, and the edit as a draft."""
+    wire = Wire()
+    page = open_chat(contexts(narrow), prepare=wire.lay)
+    say(page, "One.", "Old?")
+    wait_done(page)
+    page.wait_for_url("**/c/**")
+    page.reload()
+    made_before = json.dumps(page.text_content("#boot"))
+    wire.keep = {"accepted"}
+    page.hover(".message.user")
+    page.click(".message.user [data-act=edit]")
+    page.fill(".editor textarea", "New? [[say:Two.]]")
+    page.press(".editor textarea", "Enter")
+    eventually(page, lambda: wire.kept)
+    wire.keep.clear()
+    page.add_init_script(
+        "document.addEventListener('readystatechange', () => { if (document.readyState === 'interactive')"
+        f" document.getElementById('boot').textContent = {made_before}; }})"
+    )
+    page.reload()
+    wait_text(page, "Two.")
+    wait_done(page)
+    assert page.locator(".message").count() == 2
+    assert page.input_value("#input") == ""
+
+
+def test_a_draft_is_kept_although_it_says_what_was_asked_before(contexts: Callable[..., Any], narrow: Site) -> None:
+    page = open_chat(contexts(narrow))
+    text = "Go on. [[say:Gone on.]]"
+    ask(page, text)
+    wait_text(page, "Gone on.")
+    wait_done(page)
+    page.fill("#input", text)
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert page.input_value("#input") == text
 
 
 def test_sent_and_stopped_while_the_network_is_gone(page: Any, narrow: Site, cut: Cut) -> None:

@@ -26,6 +26,8 @@ let visit = 0;
 let looks = 0;
 /** Whether there is something that could not be looked at yet, or was dropped. */
 let stale = false;
+/** Whether what the page before this one sent may come just now. */
+let unsure = false;
 /** Answers being written, shown or not: answer id -> {stream, view, conversation}. */
 const live = new Map();
 /** Those that the server has not accepted yet. */
@@ -122,6 +124,7 @@ function fresh(push = true) {
   views = [];
   draw();
   composer.draft("new");
+  bringBack();
   if (push && location.pathname !== "/") history.pushState(null, "", "/");
   sidebar.show(false);
   $("input").focus();
@@ -146,6 +149,7 @@ async function open(id, push = true) {
   if (client.state === "open") banner("");
   show(detail);
   composer.draft(id);
+  bringBack();
   scroller.toEnd();
   if (matchMedia("(pointer: fine)").matches) $("input").focus();
 }
@@ -439,10 +443,18 @@ client.addEventListener("state", ({ detail: state }) => {
 });
 client.addEventListener("refused", () => location.reload());
 client.addEventListener("message", ({ detail: message }) => {
+  if (message.type === "hello") toldFromNow();
   if (message.type === "hello" || message.type === "models") modelsKnown(message);
   else if (message.type === "changed") changedElsewhere(message);
   else if (message.type === "error" && !message.id) banner(message.error.message);
 });
+
+/** What came between the making of this page and now was told to nobody. */
+function toldFromNow() {
+  if (!unsure) return;
+  unsure = false;
+  refresh().finally(bringBack);
+}
 
 let askAgain;
 function modelsKnown(message) {
@@ -466,9 +478,15 @@ function changedElsewhere({ conversation: id, answer }) {
   if (id === conversation?.id && !(answer && live.has(answer))) refresh();
 }
 
-/** What the server may not have got is a draft for the page after this one. */
+/** What the server may not have got is a draft for the page after this one, unless it has come. */
 function leaveUnsent() {
-  for (const { question, conversation: id } of pending) if (question) composer.leave(id ?? "new", question.data.text);
+  for (const { question, conversation: id, stream } of pending) {
+    composer.leave(id ?? "new", [{ ref: stream.id, text: question?.data.text }]);
+  }
+}
+
+function bringBack() {
+  composer.bringBack(new Set(views.map((view) => view.data.ref)));
 }
 
 // The page goes: say so, since a socket that merely breaks is waited for. It may also come back,
@@ -528,8 +546,7 @@ sidebar.set(boot.list);
 if (boot.detail) {
   show(boot.detail);
   composer.draft(boot.detail.conversation.id);
-  // The server has got it after all.
-  if (composer.input.value === views.findLast((view) => !view.answer)?.data.text) composer.set("");
+  unsure = composer.sent(composer.key).length > 0;
   scroller.toEnd();
 } else {
   fresh(false);

@@ -69,11 +69,30 @@ export class Composer {
     this.set(text);
   }
 
-  /** Leave a text as a draft for the page after this one, before what is written already. */
-  leave(key, text) {
+  /** Leave the page after this one what was sent to this conversation, maybe in vain. */
+  leave(key, turns) {
     try {
-      const name = `sluice-draft-${key}`;
-      sessionStorage.setItem(name, [text, sessionStorage.getItem(name)].filter(Boolean).join("\n\n"));
+      sessionStorage.setItem(`sluice-sent-${key}`, JSON.stringify([...this.sent(key), ...turns]));
+    } catch {
+      // As above.
+    }
+  }
+
+  /** What a page before this one has left. */
+  sent(key) {
+    try {
+      return JSON.parse(sessionStorage.getItem(`sluice-sent-${key}`)) ?? [];
+    } catch {
+      return [];
+    }
+  }
+
+  /** Of that, what has not come becomes a draft, before what is written already. */
+  bringBack(came) {
+    const texts = this.sent(this.key).flatMap(({ ref, text }) => (came.has(ref) ? [] : [text]));
+    if (texts.some(Boolean)) this.set([...texts, this.input.value].filter(Boolean).join("\n\n"));
+    try {
+      sessionStorage.removeItem(`sluice-sent-${this.key}`);
     } catch {
       // As above.
     }
