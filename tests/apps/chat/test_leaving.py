@@ -101,3 +101,4 @@ async def test_an_answer_whose_page_has_gone_before_it_began_is_stopped(
             return True
 
         await eventually(stopped, timeout=TIMEOUT, what="the answer is stopped")
+        await eventually(lambda: not consumers.recorder()._tasks, timeout=TIMEOUT, what="nothing is written any more")
