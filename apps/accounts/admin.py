@@ -1,10 +1,11 @@
-"""API keys in Django's admin: made and revoked, never edited or deleted."""
+"""Accounts in Django's admin: keys are made and revoked, never edited or deleted; the admin's own log is read."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from django.contrib import admin, messages
+from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import unquote
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
@@ -162,3 +163,28 @@ class UsageRecordAdmin(admin.ModelAdmin):
         reply["Content-Disposition"] = 'attachment; filename="usage.csv"'
         write_csv(queryset.order_by("day", "owner", "model"), reply)
         return reply
+
+
+@admin.register(LogEntry)
+class LogEntryAdmin(admin.ModelAdmin):
+    """Who has done what in the admin. Nobody adds to it, changes it or takes from it here."""
+
+    list_display = ["action_time", "user", "content_type", "object_id", "what"]
+    list_display_links = None
+    list_filter = ["content_type", "user"]
+    list_select_related = ["user", "content_type"]
+    search_fields = ["object_id", "object_repr", "change_message", "user__username"]
+    ordering = ["-action_time"]
+
+    @admin.display(description="What")
+    def what(self, entry: LogEntry) -> str:
+        return entry.get_change_message() or entry.get_action_flag_display()
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False

@@ -53,6 +53,10 @@ async def test_cancel_selected_asks_acts_and_logs(bench: Bench, boss: AsyncClien
     assert all(e.get_admin_url() for e in entries)
     assert [e.reason for e in await bench.gateway.history()] == ["admin", "admin"]
     assert "<b>" not in (await boss.get("/admin/")).content.decode().split("recent-actions-module")[1]
+    log = (await boss.get("/admin/admin/logentry/")).content.decode()
+    assert log.count("runaway &lt;b&gt;") == 2 and "runaway <b>" not in log
+    for page in ("add/", f"{entries[0].pk}/delete/"):
+        assert (await boss.get(f"/admin/admin/logentry/{page}")).status_code == 403
 
 
 async def test_cancel_all_that_match_at_the_moment_of_confirmation(bench: Bench, boss: AsyncClient) -> None:
