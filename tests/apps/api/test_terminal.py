@@ -178,7 +178,7 @@ def test_a_second_ctrl_c_does_not_end_the_program_either() -> None:
     [
         (["--url", "http://[::1"], "x", "is no address of a server"),
         ([], "\u043a\u043b\u044e\u0447", "no API key"),
-        (["--temperature", "nan"], "", "can not be sent"),
+        (["--temperature", "nan"], "", "a number from 0 to 2"),
     ],
 )
 def test_what_can_not_work_is_said_without_a_traceback(site: Site, arguments: list[str], key: str, said: str) -> None:
