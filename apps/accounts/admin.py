@@ -15,6 +15,7 @@ from apps.accounts import services
 from apps.accounts.forms import AdminKeyForm
 from apps.accounts.models import LIMIT_FIELDS, ApiKey, UsageRecord, UserLimits
 from apps.accounts.usage import names_of, write_csv
+from sluice.readonly import ReadOnlyAdmin
 
 
 @admin.register(ApiKey)
@@ -127,7 +128,7 @@ class UserLimitsAdmin(admin.ModelAdmin):
 
 
 @admin.register(UsageRecord)
-class UsageRecordAdmin(admin.ModelAdmin):
+class UsageRecordAdmin(ReadOnlyAdmin):
     """What has been used, to look at and to export; servers write it every few seconds."""
 
     list_display = ["day", "owner", "name", "model", "requests", "prompt_tokens", "generated_tokens"]
@@ -148,15 +149,6 @@ class UsageRecordAdmin(admin.ModelAdmin):
     def name(self, record: UsageRecord) -> str:
         return str(getattr(record, "owner_name", ""))
 
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
-
     @admin.action(description="Export selected records as CSV", permissions=["view"])
     def export_csv(self, request: HttpRequest, queryset: QuerySet[UsageRecord]) -> HttpResponse:
         reply = HttpResponse(content_type="text/csv; charset=utf-8")
@@ -166,8 +158,8 @@ class UsageRecordAdmin(admin.ModelAdmin):
 
 
 @admin.register(LogEntry)
-class LogEntryAdmin(admin.ModelAdmin):
-    """Who has done what in the admin. Nobody adds to it, changes it or takes from it here."""
+class LogEntryAdmin(ReadOnlyAdmin):
+    """Who has done what in the admin."""
 
     list_display = ["action_time", "user", "content_type", "object_id", "what"]
     list_display_links = None
@@ -179,12 +171,3 @@ class LogEntryAdmin(admin.ModelAdmin):
     @admin.display(description="What")
     def what(self, entry: LogEntry) -> str:
         return entry.get_change_message() or entry.get_action_flag_display()
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False

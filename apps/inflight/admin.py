@@ -27,6 +27,7 @@ from apps.inflight.query import AGES, PHASES, Query
 from apps.inflight.roster import Source, matching_ids, select, source
 from apps.inflight.rows import COLUMNS, NUMBERS, row
 from inference.errors import SluiceError
+from sluice.readonly import ReadOnlyAdmin
 
 LIVE_URL = "/inflight/live"
 SHOWN_IDS = 20
@@ -53,7 +54,7 @@ def guarded(permission: str) -> Callable[[Handler], Handler]:
 
 
 @admin.register(InflightRequest)
-class InflightAdmin(admin.ModelAdmin):
+class InflightAdmin(ReadOnlyAdmin):
     """Requests, workers and servers, endings, health; and the way to stop a request."""
 
     def has_module_permission(self, request: HttpRequest) -> bool:
@@ -61,15 +62,6 @@ class InflightAdmin(admin.ModelAdmin):
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return request.user.has_perm("inflight.view_inflight")  # type: ignore[union-attr]
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
 
     def get_urls(self) -> list[URLPattern]:
         wrap = self.admin_site.admin_view
