@@ -11,8 +11,9 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.contrib.auth import get_user_model
 from django.contrib.sessions.models import Session
+from django.db import DatabaseError
 
-from apps.chat import consumers, turns
+from apps.chat import consumers, turns, writing
 from apps.chat.live import complete, complete_content
 from apps.chat.recording import Recording
 from tests.apps.chat.sockets import TIMEOUT, open_chat
@@ -74,13 +75,16 @@ async def test_a_stream_on_which_nothing_changes_ends_with_its_session(
 ) -> None:
     keeper = Silent()
     monkeypatch.setattr(consumers, "recorder", lambda: keeper)
-    monkeypatch.setattr(consumers, "ASK_AGAIN", 0.05)
+    monkeypatch.setattr(consumers, "ASK_AGAIN", 1.0)  # after what is written below
     user = await sync_to_async(get_user_model().objects.create_user)("ada", password="x")
     turn = await sync_to_async(turns.start_turn)(user, "send", {"text": "x"}, "ref", "m")
     socket = await open_chat(user)
     await socket.send_json_to({"type": "attach", "id": "one", "message": str(turn.answer.id)})
     assert await socket.receive_json_from(TIMEOUT) == {"type": "queued", "id": "one", "position": 3}
     assert keeper.watchers
+    # Messages are dealt with one after the other: with this reply nothing of the first is still being written.
+    await socket.send_json_to({"type": "ping"})
+    assert (await socket.receive_json_from(TIMEOUT))["type"] == "pong"
     await sync_to_async(end)(user)
     said = await socket.receive_json_from(TIMEOUT)
     assert (said["type"], said["id"], said["error"]["code"]) == ("error", "one", "unauthorised")
@@ -88,6 +92,25 @@ async def test_a_stream_on_which_nothing_changes_ends_with_its_session(
     assert (closed["type"], closed["code"]) == ("websocket.close", 4401)
     await socket.disconnect()
     assert not keeper.watchers
+
+
+async def test_a_hold_that_can_not_be_ended_is_no_error_of_the_stream(
+    transactional_db: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(message_id: uuid.UUID) -> None:
+        raise DatabaseError("away")
+
+    keeper = Silent()
+    monkeypatch.setattr(consumers, "recorder", lambda: keeper)
+    monkeypatch.setattr(writing, "unhold", away)
+    user = await sync_to_async(get_user_model().objects.create_user)("ada", password="x")
+    turn = await sync_to_async(turns.start_turn)(user, "send", {"text": "x"}, "ref", "m")
+    socket = await open_chat(user)
+    await socket.send_json_to({"type": "attach", "id": "one", "message": str(turn.answer.id)})
+    await socket.send_json_to({"type": "ping"})
+    said = [(await socket.receive_json_from(TIMEOUT))["type"] for _ in range(2)]
+    assert sorted(said) == ["pong", "queued"]
+    await socket.disconnect()
 
 
 async def test_the_last_rendering_of_an_answer_leaves_the_event_loop_free(
